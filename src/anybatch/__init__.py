@@ -3,8 +3,7 @@
     task = anybatch.Task(model=..., loss=..., optimizer=..., train=..., global_batch=4096, epochs=3)
     result = anybatch.train(task, memory="10GiB")
 
-The public names are loaded when they are first used, so importing the package is quick and does not
-import torch.
+Public names are imported on first use, so importing the package is fast and does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m anybatch`, and the command `anybatch`."""
+"""Entry point of `python -m anybatch` and of the `anybatch` command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from anybatch.process.import_memory import explained
 
 
 def main() -> None:
-    """Run the command line, as `anybatch.cli.main` does. Its imports end quietly by Ctrl-C, too."""
+    """Run the command line interface (`anybatch.cli.main`). Ctrl-C during its imports also exits
+    quietly."""
     try:
         with early_stop_signal.ending_at_once(), explained():
             from anybatch.cli import main

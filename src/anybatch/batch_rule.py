@@ -1,8 +1,8 @@
-"""Tokens and Ramp: global batches that are no fixed number of samples.
+"""Tokens and Ramp: global batches that are not a fixed number of samples.
 
-A rule gives the target of a step from the part of training that is done before it. A step takes the
-next samples of the global order until they reach its target: their number, or their total length in
-tokens. `data.boundaries` turns targets into steps.
+A rule gives the target size of a step as a function of the fraction of training completed before it. A
+step takes the next samples of the global order until it reaches the target, counted in samples or in
+tokens (the sum of sample lengths). `data.boundaries` turns targets into steps.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ RateRule: TypeAlias = Literal["linear", "sqrt"]
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A global batch in tokens, or in whatever else the lengths of samples count.
+    """A global batch measured in tokens, or in any other unit of sample length.
 
-    A step takes the next samples of the global order until their total length reaches `count`: the
-    sample that reaches or crosses it is the last one of the step. So a step has at least one sample,
-    and is over the target by less than the length of its last sample. It is under the target only
-    where an epoch (with `last="keep"`) or the training ends.
+    A step takes the next samples of the global order until their total length reaches `count`; the
+    sample that reaches or crosses it is the last one of the step. A step therefore has at least one
+    sample and exceeds the target by less than the length of its last sample. It is below the target
+    only at the end of an epoch (with `last="keep"`) or of training.
 
     Attributes:
         count: tokens per optimizer step, over all micro-batches and ranks.
-        of: length of each training sample, by index, or a function from the data set to these. None:
-            `Task.lengths`, or else what the data set has as its attribute `lengths`. A length of zero
-            counts as one. Unlike `Task.lengths` it leaves the order inside a global batch and the cut
-            into micro-batches as they are.
+        of: length of each training sample, by index, or a function from the data set to these lengths.
+            None: `Task.lengths`, or else the `lengths` attribute of the data set. A length of zero
+            counts as one. Unlike `Task.lengths`, it does not change the order of samples within a
+            global batch or how the batch is cut into micro-batches.
 
-    Raises `InputError` if `count` is no whole number of at least 1.
+    Raises `InputError` if `count` is not an integer of at least 1.
     """
 
     count: int
@@ -48,28 +48,29 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """A global batch that grows, or shrinks, over the first part of training.
+    """A global batch that grows or shrinks over the first part of training.
 
-    Where the part f of training is done before a step, the step has
+    If the fraction f of training is complete before a step, the step has
 
         round(start + (stop - start) * shape(min(1, f / until)))
 
-    samples, or tokens if `start` and `stop` are `Tokens`. f counts samples (tokens), or steps where the
-    length of the task is given in steps. So the size of each step is known before training, and depends
-    on no rank, plan or restart. The plan is made for the larger one of `start` and `stop`.
+    samples, or tokens if `start` and `stop` are `Tokens`. f is measured in samples (or tokens), or in
+    steps if the length of the task is given in steps. The size of each step is therefore known before
+    training and does not depend on ranks, plans or restarts. The plan is made for the larger of `start`
+    and `stop`.
 
     Attributes:
-        start, stop: the first and the final global batch: samples, or both `Tokens`.
-        until: the part of training after which it is `stop`: above 0, at most 1.
-        learning_rate: how the learning rate follows the batch, by which the rate that the optimizer
-            and the schedule give is multiplied: `"linear"`: size / stop, `"sqrt"`: its square root.
-            None: it does not. So the optimizer's own rate is the one for `stop`. A step that is cut
-            short at the end of an epoch has the rate of a whole one.
-        shape: the part of the way from `start` to `stop`, as a function of the part of the ramp that is
-            done, both from 0 to 1; None: a straight line. It must depend on nothing else. Stages, say:
-            `lambda done: int(4 * done) / 4`.
+        start, stop: initial and final global batch, in samples, or both as `Tokens`.
+        until: fraction of training at which the batch reaches `stop`: above 0, at most 1.
+        learning_rate: how the learning rate follows the batch size. The rate given by the optimizer and
+            the schedule is multiplied by size / stop (`"linear"`) or by its square root (`"sqrt"`);
+            None: not scaled. The rate of the optimizer is therefore the one for `stop`. A step that is
+            cut short at the end of an epoch uses the rate of a full step.
+        shape: fraction of the way from `start` to `stop`, as a function of the fraction of the ramp
+            that is complete, both from 0 to 1; None: linear. It must not depend on anything else. For
+            example, a ramp in stages: `lambda done: int(4 * done) / 4`.
 
-    Raises `InputError` if one of them cannot be used.
+    Raises `InputError` if an argument is invalid.
     """
 
     start: int | Tokens
@@ -107,19 +108,20 @@ class Ramp:
 
 
 BatchRule: TypeAlias = "int | Tokens | Ramp"
-"""What `Task.global_batch` may be."""
+"""Types accepted as `Task.global_batch`."""
 
 
 def tokens_of(rule: BatchRule) -> Tokens | None:
-    """The `Tokens` that say what `rule` counts in; None: it counts samples."""
+    """The `Tokens` in which `rule` counts, or None if it counts samples."""
     first = rule.start if isinstance(rule, Ramp) else rule
     return first if isinstance(first, Tokens) else None
 
 
 def target_at(rule: BatchRule, done: float) -> int:
-    """Samples, or tokens, that a step is to have where the part `done` of training is done before it.
+    """Target size of a step, in samples or tokens, if the fraction `done` of training is complete
+    before it.
 
-    Raises `InputError` if the shape of a ramp returns what is no number.
+    Raises `InputError` if the shape of a ramp returns something other than a finite number.
     """
     if not isinstance(rule, Ramp):
         return _count(rule)
@@ -131,12 +133,12 @@ def target_at(rule: BatchRule, done: float) -> int:
 
 
 def largest_target(rule: BatchRule) -> int:
-    """The most that `target_at` gives."""
+    """The largest value that `target_at` returns for `rule`."""
     return max(_count(rule.start), _count(rule.stop)) if isinstance(rule, Ramp) else _count(rule)
 
 
 def rate_factor(rule: BatchRule, done: float) -> float:
-    """What the learning rate is multiplied by for the sake of the batch; see `Ramp`."""
+    """Factor by which the learning rate is multiplied because of the batch size; see `Ramp`."""
     if not isinstance(rule, Ramp) or rule.learning_rate is None:
         return 1.0
     part = target_at(rule, done) / _count(rule.stop)
@@ -144,8 +146,8 @@ def rate_factor(rule: BatchRule, done: float) -> float:
 
 
 def as_text(rule: BatchRule) -> str:
-    """`rule` as `parse_batch_rule` reads it. The shape of a ramp is represented by a checksum of its
-    values, which is not read back; lengths do not stand in it at all."""
+    """`rule` in the format of `parse_batch_rule`. The shape of a ramp is represented by a checksum of
+    its values, which is not parsed; the lengths of samples are not included."""
     if not isinstance(rule, Ramp):
         return f"{rule.count}tokens" if isinstance(rule, Tokens) else str(rule)
     parts = [as_text(rule.start), as_text(rule.stop), str(rule.until)]
@@ -158,17 +160,18 @@ def as_text(rule: BatchRule) -> str:
 
 
 def rule_text(rule: BatchRule) -> str:
-    """`as_text` of `rule`; nothing where steps are of a fixed number of samples."""
+    """`as_text(rule)`, or an empty string if steps have a fixed number of samples."""
     return "" if isinstance(rule, int) else as_text(rule)
 
 
 def read_rule(text: str) -> BatchRule:
-    """The rule that `as_text` wrote as `text`; without the shape of a ramp."""
+    """The rule that `as_text` wrote as `text`, without the shape of a ramp."""
     return parse_batch_rule(text.partition(":shape-")[0])
 
 
 def in_words(rule: BatchRule) -> str:
-    """`rule` for people: `64 to 4,096 samples per step over the first 30% of training`."""
+    """Description of `rule` for display: `64 to 4,096 samples per step over the first 30% of
+    training`."""
     unit = "samples" if tokens_of(rule) is None else "tokens"
     if not isinstance(rule, Ramp):
         return f"{_count(rule):,} {unit} per step"
@@ -181,7 +184,7 @@ def in_words(rule: BatchRule) -> str:
 
 
 def parse_batch_rule(text: str, name: str = "global_batch") -> BatchRule:
-    """The rule written as `text`: `4096`, `512Ktokens`, or a ramp as START:STOP:UNTIL[:RATE], such as
+    """Parse a batch rule: `4096`, `512Ktokens`, or a ramp as START:STOP:UNTIL[:RATE], such as
     `64:4096:0.3` or `64Ktokens:512Ktokens:0.3:linear`.
 
     Raises `InputError` naming `name` and the text.

@@ -1,8 +1,8 @@
-"""Every failure that a user can meet, as one sentence: what happened, the values, what to do.
+"""Error classes. Each message is one sentence: what happened, the values involved, and what to do.
 
-A command ends with the `exit_status` of the error that stopped it; the Python interface raises the
-same class. Each class also derives from the built-in exception a caller would expect, so that
-`except ValueError` works for code that does not know anybatch.
+A command exits with the `exit_status` of the error that stopped it; the Python interface raises the
+same class. Where a built-in exception fits, the class derives from it too, so that `except ValueError`
+works for code that does not know anybatch.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import re
 from collections.abc import Iterable, Sequence
 
 _MOST_IN_LINE = 2000
-"""Characters of a line of a message: more are a value that was given, and hide what is said of it."""
+"""Maximum characters per line of a message. A longer line contains a long input value, which would hide
+the rest of the message."""
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """`text`, without its middle if it has more than `most` characters."""
+    """`text` with its middle removed if it has more than `most` characters."""
     if len(text) <= most:
         return text
     left_out = f" ... ({len(text) - most:,} characters left out) ... "
@@ -24,9 +25,9 @@ def shortened(text: str, most: int = 200) -> str:
 
 
 class AnybatchError(Exception):
-    """Base of every error raised on purpose. `str(error)` is meant for people.
+    """Base class of all errors raised deliberately. `str(error)` is a message for the user.
 
-    `mended_by_restart`: whether ranks that are started again may do better.
+    `mended_by_restart`: whether restarting the ranks may help.
     """
 
     exit_status = 1
@@ -37,16 +38,16 @@ class AnybatchError(Exception):
 
 
 class InputError(AnybatchError, ValueError):
-    """Something the user wrote (an option, a file, a task, a plan) cannot be used as it stands."""
+    """User input (an option, a file, a task or a plan) cannot be used."""
 
     exit_status = 2
 
 
 class DataError(InputError):
-    """A sample, or a batch made of samples, cannot be used. The message names the sample.
+    """A sample, or a batch of samples, cannot be used. The message names the sample.
 
     Attributes:
-        row: of the micro-batch in which it was found, where that is all that is known of the sample.
+        row: row of the micro-batch in which the sample was found, if nothing else is known about it.
     """
 
     def __init__(self, message: str, row: int | None = None) -> None:
@@ -59,10 +60,10 @@ class LossError(InputError):
 
 
 class NoPlanFits(AnybatchError):
-    """Not even the leanest plan fits the memory budget, or there is no memory for torch itself.
+    """Even the leanest plan exceeds the memory budget, or there is not enough memory for torch itself.
 
-    `least_bytes` is the least budget, in bytes, under which some plan is predicted to fit, or None
-    where it is not known.
+    `least_bytes` is the smallest budget, in bytes, under which a plan is predicted to fit, or None if
+    unknown.
     """
 
     exit_status = 3
@@ -73,20 +74,21 @@ class NoPlanFits(AnybatchError):
 
 
 class Stopped(AnybatchError):
-    """The run was asked to stop, and has: after a whole step, with everything saved, to be resumed."""
+    """The run stopped on request, after a complete step, with everything saved so that it can be
+    resumed."""
 
     exit_status = 75
 
 
 class StopTraining(Exception):
-    """Raised by a sink (`train`, `Session`): training ends with the step that is under way, as if it
-    were the last, and the model is evaluated and saved."""
+    """Raised by a sink (`train`, `Session`) to end training with the current step, as if it were the
+    last; the model is then evaluated and saved."""
 
 
 class PeerFailed(AnybatchError):
-    """Another rank raised an error of its own; all ranks stopped at the same place.
+    """Another rank raised an error; all ranks stopped at the same point.
 
-    `exit_status` is that of the other's error.
+    `exit_status` is that of the other rank's error.
     """
 
     def __init__(self, message: str, exit_status: int = 1) -> None:
@@ -95,8 +97,8 @@ class PeerFailed(AnybatchError):
 
 
 class PeerLost(AnybatchError):
-    """Another rank does not answer: its process has ended, or hangs. `backend` is what the network's
-    library said of it, which is no sentence for people."""
+    """Another rank does not respond: its process has ended or hangs. `backend` is the error text of the
+    communication library, which is not a message for the user."""
 
     mended_by_restart = True
 
@@ -106,25 +108,26 @@ class PeerLost(AnybatchError):
 
 
 class RankLost(PeerLost):
-    """This rank itself has no place among the others any more: memory ran out in the middle of an
-    update, or while ranks spoke to each other."""
+    """This rank can no longer communicate with the others: it ran out of memory during an update or
+    during communication."""
 
 
 class Stuck(AnybatchError):
-    """A rank makes no progress: what it runs hangs. The message has its stack."""
+    """A rank makes no progress because the code it runs hangs. The message contains its stack."""
 
     mended_by_restart = True
 
 
 class LaunchError(AnybatchError, RuntimeError):
-    """The ranks of a run could not be brought together, or one of them ended without a word. The
+    """The ranks of a run could not connect, or one of them ended without reporting an error. The
     message names the address and the seconds waited, or the rank and how it ended."""
 
     exit_status = 1
 
 
 def name_of(error: BaseException) -> str:
-    """The name of its class: of one of ours that nobody can import, of the one that it stands for."""
+    """Class name of `error`. For a subclass of `AnybatchError` defined outside this module, the name of
+    its public base class."""
     return next(kind for kind in type(error).__mro__ if not _is_private(kind)).__qualname__
 
 
@@ -133,8 +136,8 @@ def _is_private(kind: type) -> bool:
 
 
 def listed(names: Iterable[object], meant: str = "") -> str:
-    """The names, quoted, for the end of a sentence: `'a', 'b' or 'c'`. In the order in which people
-    count (`block.9` before `block.10`), but first the one that is close to what was `meant`."""
+    """`names`, quoted, for the end of a sentence: `'a', 'b' or 'c'`. Numbers in names are sorted by
+    value (`block.9` before `block.10`), but the closest match to `meant` comes first."""
     order = sorted(map(str, names), key=_as_counted)
     close = difflib.get_close_matches(meant, order, n=1) if meant else []
     quoted = [repr(name) for name in (*close, *(name for name in order if name not in close))]
@@ -144,11 +147,11 @@ def listed(names: Iterable[object], meant: str = "") -> str:
 
 
 def some(names: Sequence[str], most: int = 3) -> str:
-    """The first names, quoted, and how many more there are: `'a', 'b', 'c' and 4 more`."""
+    """The first `most` names, quoted, and the number of remaining ones: `'a', 'b', 'c' and 4 more`."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(map(repr, names[:most])) + more
 
 
 def _as_counted(name: str) -> list[tuple[str, int]]:
-    """Sorts by the numbers in names as numbers."""
+    """Sort key that compares numbers in names by value."""
     return [(text, int(number or -1)) for text, number in re.findall(r"(\D*)(\d*)", name)]

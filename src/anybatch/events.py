@@ -1,14 +1,14 @@
-"""What happened, as typed records. Everything that tells a run's story reads these and only these.
+"""Typed records of what happened in a run. All reporting is based on these records alone.
 
-The engine emits events and knows none of their readers; the progress bar, the log file and the
-report are readers. A record holds plain values (numbers, strings, tuples), never tensors, so that it
-can be written down, sent to another process and read back.
+The engine emits events and does not know their readers, such as the progress bar, the log file and the
+report. A record contains plain values (numbers, strings, tuples), never tensors, so that it can be
+written to a file, sent to another process and read back.
 
-Steps are numbered from 1, in events and wherever else a person reads of one: what happens within the
-k-th global step of a run, its checkpoint and the evaluation after it are all of step k, and 0 is before
-the first one. A step that is left out whole has its number, too. Inside, the step that comes next goes
-by its *index*, the number of steps before it, from which its samples and its random state follow;
-`step_number` turns that into the number.
+Steps are numbered from 1, in events and in all other output for users. Everything within the k-th
+global step of a run, its checkpoint and the evaluation after it belong to step k; 0 means before the
+first step. A step that is skipped entirely has a number too. Internally, a step is identified by its
+*index*, the number of steps before it, which determines its samples and its random state; `step_number`
+converts the index to the number.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def step_number(index: int) -> int:
 
 
 IN_STEP = ("loading", "encoding", "comparison", "forward", "backward", "reduction", "update")
-"""The phases of a step, in order; whatever has another is done between two."""
+"""The phases of a step, in order. Any other phase is between two steps."""
 
 
 def whereabouts(step: int, phase: str) -> str:
-    """In words: in `phase` of `step`, or between that and the next one. 0: before the first one, where
-    passes may be measured, too."""
+    """Position for display: in `phase` of `step`, or between that step and the next. Step 0 is before
+    the first step, where passes may also be measured."""
     if step and phase in IN_STEP:
         return f"in step {format_count(step)}, {phase}"
     after = f"after step {format_count(step)}" if step else "before the first step"
@@ -46,7 +46,7 @@ def whereabouts(step: int, phase: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One thing that happened. `kind` names it in the log; `time` is seconds since the epoch."""
+    """Base class of events. `kind` is its name in the log; `time` is in seconds since the epoch."""
 
     kind: ClassVar[str] = "event"
     time: float
@@ -54,11 +54,14 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """Training begins. `plan` is the plan as plain data; `total_steps` and `total_samples` are None
-    where they are not known, for a stream say. `command` is the line of a shell by which it was
-    started, on the machine `host`; empty where not known. `source` is what the task was loaded by, a
-    recipe's name or `FILE.py:function`, with these `settings`, and `source_sha256` the checksum of the
-    file; empty for a task that was made in Python."""
+    """Training starts.
+
+    `plan` is the plan as plain data. `total_steps` and `total_samples` are None if unknown, for example
+    for a stream. `command` is the shell command line that started the run, on the machine `host`; empty
+    if unknown. `source` is what the task was loaded from, a recipe's name or `FILE.py:function`, with
+    the arguments `settings`, and `source_sha256` is the checksum of the file; empty for a task created
+    in Python.
+    """
 
     kind: ClassVar[str] = "run_started"
     task: str
@@ -80,19 +83,20 @@ class RunStarted(Event):
 class StepDone(Event):
     """A global step was committed.
 
-    `samples` are those it learned from, `samples_seen` all that were taken so far, left out or not, and
-    `tokens_seen` their total length where the global batch is in `Tokens`;
-    `loss` is the mean over the total `weight` of the step; `grad_norm` is the norm of the gradient
-    before clipping; `memory_bytes` is the peak measured so far on rank 0, above the baseline;
-    `rank_seconds` is how long each rank computed (on CUDA in the step before), where there are several;
-    of the `seconds` rank 0 waited `data_seconds` for its samples, and knew `agreed_seconds` after it
-    had begun to compute that all ranks were through.
+    `samples` is the number of samples it was trained on; `samples_seen` counts all samples taken so
+    far, skipped or not, and `tokens_seen` their total length if the global batch is in `Tokens`. `loss`
+    is the mean over the total `weight` of the step; `grad_norm` is the norm of the gradient before
+    clipping. `memory_bytes` is the peak so far on rank 0, above the baseline. `rank_seconds` is the
+    computing time of each rank (on CUDA, in the previous step), if there are several. Rank 0 waited
+    `data_seconds` of the `seconds` for its samples, and knew that all ranks had finished
+    `agreed_seconds` after it started to compute.
 
-    `part_grad_norm` is the norm that the gradient of a part of the step has by itself, a part being
-    the first micro-batch of a rank (where samples are in order of length: those before them, which are
-    not, on the rank that has them), of the weight `part_weight`: over the ranks the mean of the
-    weights, and the root of the mean of the squares, each by its weight. Both are None where that was
-    not there to measure. Beside `grad_norm` it tells how noisy gradients are (`anybatch.insight`).
+    `part_grad_norm` is the gradient norm of one part of the step alone. A part is the first micro-batch
+    of a rank, and `part_weight` is its weight. If samples are sorted by length, the part is the
+    unsorted samples before them, on the rank that has these. Over the ranks, `part_weight` is the mean
+    of the weights, and `part_grad_norm` is the root of the weighted mean of the squared norms. Both are
+    None if this could not be measured. Together with `grad_norm`, they measure the gradient noise
+    (`anybatch.insight`).
     """
 
     kind: ClassVar[str] = "step"
@@ -132,12 +136,12 @@ class Evaluated(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemory(Event):
-    """Memory ran out while `step` was staged, or in an evaluation or a prediction after it; nothing of
-    the attempt remains.
+    """Memory ran out while `step` was staged, or in an evaluation or a prediction after it; the attempt
+    was completely undone.
 
-    `requested_bytes` is None where the allocator does not say; `fragmented_bytes` are held by it in
-    pieces that nobody uses (None: not known); `then` is the choice under which the step is done again,
-    in words (empty: there is none).
+    `requested_bytes` is None if the allocator does not report it. `fragmented_bytes` is memory that the
+    allocator holds in unused pieces (None: unknown). `then` describes the choice with which the step is
+    repeated (empty: there is none).
     """
 
     kind: ClassVar[str] = "out_of_memory"
@@ -155,8 +159,8 @@ class OutOfMemory(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Replanned(Event):
-    """The plan changed; `step` is the first step done under the new one. Where only the batch of
-    evaluations changed, it is the step after which the first one was done with it."""
+    """The plan changed; `step` is the first step under the new plan. If only the batch size of
+    evaluations changed, `step` is the one after which the first evaluation used it."""
 
     kind: ClassVar[str] = "replanned"
     step: int
@@ -168,11 +172,11 @@ class Replanned(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Tried(Event):
-    """Choices were tried on the first passes of `step`, in a log of an earlier release.
+    """Choices were timed on the first passes of `step`. Occurs only in logs of earlier releases.
 
-    `choices` are told in words, the planned one first; `pass_seconds` is what the passes of a step of
-    one rank would take under each (None: it failed, or was far slower); `taken` is the one followed
-    from now on; `seconds` is what the trial took.
+    `choices` are descriptions, the planned choice first. `pass_seconds` is the time that the passes of
+    a step of one rank would take under each (None: it failed, or was far slower). `taken` is the choice
+    used from then on; `seconds` is the duration of the trial.
     """
 
     kind: ClassVar[str] = "tried"
@@ -185,12 +189,13 @@ class Tried(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CompileDecided(Event):
-    """Whether the run compiled the blocks of the model, from `step` on, where that was left to it, in a
-    log of an earlier release.
+    """Whether the run compiled the blocks of the model, from `step` on, if it was free to decide.
+    Occurs only in logs of earlier releases.
 
-    `reason` says why it does as it does; empty: it is faster so. `plain_seconds` and
-    `compiled_seconds` are what the passes of a step of one rank take each way (None: not tried, or it
-    failed); `seconds` is what trying took; `plan` is the plan that is followed, as plain data.
+    `reason` explains the decision (empty: it is faster). `plain_seconds` and `compiled_seconds` are the
+    times that the passes of a step of one rank take without and with compilation (None: not tried, or
+    it failed). `seconds` is the duration of the trial; `plan` is the plan that is followed, as plain
+    data.
     """
 
     kind: ClassVar[str] = "compile_decided"
@@ -205,7 +210,7 @@ class CompileDecided(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Rebalanced(Event):
-    """The shares of the ranks changed; `step` is the first step done under the new ones."""
+    """The shares of the ranks changed; `step` is the first step with the new shares."""
 
     kind: ClassVar[str] = "rebalanced"
     step: int
@@ -216,7 +221,7 @@ class Rebalanced(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Overflowed(Event):
-    """Gradients left the range of float16; the step is redone under a smaller loss scale."""
+    """Gradients exceeded the range of float16; the step is repeated with a smaller loss scale."""
 
     kind: ClassVar[str] = "overflow"
     step: int
@@ -226,10 +231,13 @@ class Overflowed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped(Event):
-    """Samples were left out of `step`: `samples` are their indices in the data set (in a stream their
-    numbers) in `epoch`, found to be bad by `rank`; or all that the step had left, `num_samples` of
-    them, without an update: then `samples` is empty and `rank` None. `held_out`: left out of every
-    evaluation from the one after `step` on."""
+    """Samples of `step` were skipped.
+
+    `samples` are their indices in the data set (for a stream, their numbers) in `epoch`, found to be
+    bad by `rank`. If all `num_samples` samples that the step had left are skipped, without an update,
+    `samples` is empty and `rank` is None. `held_out`: the samples are excluded from every evaluation
+    from the one after `step` on.
+    """
 
     kind: ClassVar[str] = "skipped"
     step: int
@@ -243,9 +251,9 @@ class Skipped(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
-    """Training goes on after `step` committed steps, from the checkpoint in `folder`; what the log
-    holds of later steps is done again. `passed_over` has a sentence for each newer checkpoint that is
-    not intact. 0 steps: `folder` has no checkpoint yet, so training begins at its start."""
+    """Training continues after `step` committed steps, from the checkpoint in `folder`; later steps in
+    the log are repeated. `passed_over` has one sentence for each newer checkpoint that is not intact.
+    If `step` is 0, `folder` has no checkpoint yet and training starts from the beginning."""
 
     kind: ClassVar[str] = "resumed"
     step: int
@@ -256,8 +264,8 @@ class Resumed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(Event):
-    """The checkpoint of `step` is complete: `num_bytes` of tensors in `folder`, `seconds` after it was
-    begun, of which training waited `held_seconds`."""
+    """The checkpoint of `step` is complete, with `num_bytes` of tensors in `folder`. It took `seconds`,
+    of which training was blocked for `held_seconds`."""
 
     kind: ClassVar[str] = "checkpoint_saved"
     step: int
@@ -269,7 +277,7 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFailed(Event):
-    """The checkpoint of `step` could not be written; those before are as they were."""
+    """The checkpoint of `step` could not be written; earlier checkpoints are unchanged."""
 
     kind: ClassVar[str] = "checkpoint_failed"
     step: int
@@ -278,8 +286,8 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler(Event):
-    """`rank` takes longer than the others again and again: `seconds` for its part of a step, where
-    half of them need at most `others`. Told once for each rank."""
+    """`rank` is repeatedly slower than the others: its part of a step takes `seconds`, while half of
+    the ranks need at most `others`. Emitted once per rank."""
 
     kind: ClassVar[str] = "straggler"
     step: int
@@ -290,8 +298,8 @@ class Straggler(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Stalled(Event):
-    """Training stood still for `seconds` in `phase`, of `step` or between that and the next, and goes
-    on. The stack of the thread that hung is in standard error."""
+    """Training made no progress for `seconds` in `phase`, of `step` or between it and the next step,
+    and has continued. The stack of the thread that hung was written to standard error."""
 
     kind: ClassVar[str] = "stalled"
     step: int
@@ -301,9 +309,10 @@ class Stalled(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Starved(Event):
-    """Steps wait for their samples: of `step_seconds` on average, up to `step`, `data_seconds`.
-    `num_workers` processes load them (0: the rank itself); `wanted_workers` would keep up, or come as
-    near to it as this machine's cores allow (None: more would not help). Told once."""
+    """Steps wait for their samples: on average, for `data_seconds` of `step_seconds`, up to `step`.
+    `num_workers` processes load samples (0: the rank itself); `wanted_workers` would keep up, or come
+    as close to it as the number of cores of this machine allows (None: more would not help). Emitted
+    once."""
 
     kind: ClassVar[str] = "starved"
     step: int
@@ -315,19 +324,22 @@ class Starved(Event):
 
 COMPUTING, SLOWER, EXCHANGE = "computing", "slower ranks", "exchange"
 UPDATE, SAMPLES = "update", "samples"
-"""The parts of a step of several ranks."""
+"""The parts of a step with several ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
-    """Training is over. Predicted figures stand beside the measured ones; those of memory are of the
-    rank that used most, and `rank_peak_bytes` are of each; `num_skipped` samples were left out of
-    training. Totals are the most bytes by each account of the device's memory, as `Prediction` has
-    them; only some can be measured on a CPU. `step_seconds` is that of a typical step, of which it
-    waited `data_seconds` for its samples, and `idle_seconds` for a core that other processes had (of
-    one process on a CPU); `step_parts` are the seconds that a typical step of several ranks spent on
-    computing, on waiting for the slowest of them, on what computing did not hide of the exchange, and
-    on the rest; `samples_per_second` is the mean while training, without evaluations and pauses."""
+    """Training is over. Predicted values are given next to the measured ones.
+
+    Memory values are those of the rank that used the most; `rank_peak_bytes` has one value per rank.
+    `num_skipped` samples were left out of training. `predicted_totals` and `measured_totals` are the
+    most bytes by each account of the device's memory, as in `Prediction`; on a CPU only some can be
+    measured. `step_seconds` is the time of a typical step, of which it waited `data_seconds` for its
+    samples and `idle_seconds` for a core that other processes used (only for a single process on a
+    CPU). `step_parts` are the seconds that a typical step with several ranks spent on computing, on
+    waiting for the slowest rank, on communication that computing did not hide, and on the rest.
+    `samples_per_second` is the mean during training, without evaluations and pauses.
+    """
 
     kind: ClassVar[str] = "run_ended"
     steps: int
@@ -353,32 +365,32 @@ class RunEnded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Said(Event):
-    """What the task has to tell of the trained model."""
+    """Text that the `tell` function of the task returned about the trained model."""
 
     kind: ClassVar[str] = "said"
     text: str
 
 
 Sink = Callable[[Event], None]
-"""A reader of events: called once for each, in order, on the thread that trains."""
+"""A reader of events: called once for each event, in order, on the training thread."""
 
 _KINDS: dict[str, type[Event]] = {cls.kind: cls for cls in Event.__subclasses__()}
 
 
 def to_json(event: Event) -> str:
-    """`event` as one line of JSON. Numbers that JSON cannot hold become the strings `"nan"`,
+    """`event` as one line of JSON. Numbers that JSON cannot represent become the strings `"nan"`,
     `"inf"`, `"-inf"`."""
     return plain_json({"kind": event.kind, **dataclasses.asdict(event)})
 
 
 def plain_json(record: Mapping[str, Any]) -> str:
-    """`record`, of plain values, as one line of JSON. Numbers that JSON cannot hold become the strings
-    `"nan"`, `"inf"`, `"-inf"`."""
+    """`record`, of plain values, as one line of JSON. Numbers that JSON cannot represent become the
+    strings `"nan"`, `"inf"`, `"-inf"`."""
     return json.dumps(_plain(record), allow_nan=False)
 
 
 def from_json(line: str) -> Event:
-    """The event written by `to_json`. Raises `ValueError` for a line that is not one."""
+    """The event written by `to_json`. Raises `ValueError` if `line` is not an event."""
     record = json.loads(line)
     kind = record.pop("kind", None) if isinstance(record, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS:

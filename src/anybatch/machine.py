@@ -1,7 +1,7 @@
-"""Machine: where a task runs. Devices, the memory budget of each, and how fast they are.
+"""Machine: the devices on which a task runs, the memory budget of each, and their speeds.
 
-A machine is detected (`Machine.here`) or described for hardware that is not here
-(`Machine.describe`). It is plain data: planning reads it and never touches the device.
+A machine is detected (`Machine.here`) or, for hardware that is not present, described
+(`Machine.describe`). It is plain data: planning reads it and never accesses the device.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from anybatch.units import check_count, format_bytes, parse_bytes
 DeviceKind = Literal["cpu", "cuda"]
 
 NumberFormat = Literal["bf16", "tf32", "fp8"]
-"""A format of numbers that not every device multiplies matrices in."""
+"""A number format for matrix products that not every device supports."""
 
-# The first compute capability of CUDA that has it, and the architectures of ROCm that have.
+# The first CUDA compute capability, and the ROCm architectures, that support each format.
 _SINCE: dict[NumberFormat, tuple[int, int]] = {"bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9)}
 _ON_ROCM: dict[NumberFormat, tuple[str, ...]] = {
     "bf16": ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12"),
@@ -34,25 +34,26 @@ _ON_ROCM: dict[NumberFormat, tuple[str, ...]] = {
 }
 
 USABLE = 0.9
-"""The part of free memory that is taken as the budget when the user names none: the rest is for the
-other processes, whose needs change while training runs."""
+"""Fraction of the free memory that is the budget if the user gives none. The rest is left for other
+processes, whose use changes while training runs."""
 
 
 _LEAST_BARE = 1 << 20
-"""Nobody counts in bytes below that: a number without a unit lacks it."""
+"""Smallest number of bytes accepted without a unit; for a smaller number, the unit is assumed to be
+missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Nominal speeds of a device, where nothing was measured.
+    """Nominal speeds of a device, used if nothing was measured.
 
     Attributes:
-        flops: multiply-adds counted twice, per second, in float32.
-        half_flops: the same in float16, and in bfloat16 where the device has it.
-        bytes: memory traffic, bytes per second.
-        launch_seconds: time to start one operation.
-        tf32_flops: as `flops`, in TensorFloat-32; 0: the device has none.
-        link_bytes: what crosses to other devices, bytes per second in each direction.
+        flops: floating-point operations per second in float32; a multiply-add counts as two.
+        half_flops: the same in float16, and in bfloat16 if the device supports it.
+        bytes: memory bandwidth, in bytes per second.
+        launch_seconds: time to launch one operation.
+        tf32_flops: like `flops`, in TensorFloat-32; 0: not supported.
+        link_bytes: bandwidth to other devices, in bytes per second in each direction.
     """
 
     flops: float
@@ -63,29 +64,29 @@ class Rates:
     link_bytes: float = 1e10
 
 
-# Orders of magnitude for one core with 256-bit vectors, and for a mid-range GPU with tensor cores. What
-# crosses between processes of one machine does so over gloo (4 to 16 MB on two ranks: 1.2 to 1.9 GB/s).
+# Orders of magnitude for one core with 256-bit vectors, and for a mid-range GPU with tensor cores.
+# Processes of one machine communicate over gloo (4 to 16 MB on two ranks: 1.2 to 1.9 GB/s).
 _CPU_CORE = Rates(flops=4e10, half_flops=2e10, bytes=8e9, launch_seconds=5e-6, link_bytes=1.3e9)
 _GPU = Rates(flops=3e13, half_flops=1.2e14, bytes=8e11, launch_seconds=8e-6, tf32_flops=6e13)
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device and the bytes that training may use on it.
+    """One device and its memory budget.
 
     Attributes:
         kind: `"cpu"` or `"cuda"`.
-        index: number among the devices of its kind.
-        name: what the maker calls it.
-        total_bytes: memory it has; of a CPU, what a control group or `ulimit` leaves of that.
-        budget_bytes: memory that training may use. On CUDA all that the process holds on the device,
-            the context included; on CPU what training adds to the process as it was when training
-            began.
+        index: index among the devices of its kind.
+        name: name for display.
+        total_bytes: memory of the device; for a CPU, the part that a control group or `ulimit` allows.
+        budget_bytes: memory that training may use. On CUDA, this is everything that the process holds
+            on the device, including the context; on CPU, it is relative to the process at the start of
+            training.
         present: False for a device that is described, not detected.
         rates: nominal speeds.
-        capability: CUDA's compute capability or ROCm's architecture; empty where it is not known.
-        free_bytes: of a CPU that is here, memory that this rank can take now; else None.
-        limit: what `free_bytes` comes from, such as the limit of a control group; empty: the machine.
+        capability: CUDA compute capability or ROCm architecture; empty if unknown.
+        free_bytes: for a CPU that is present, memory that this rank can allocate now; else None.
+        limit: what determines `free_bytes`, such as the limit of a control group; empty: the machine.
     """
 
     kind: DeviceKind
@@ -101,17 +102,17 @@ class Device:
 
     @property
     def torch_name(self) -> str:
-        """As `torch.device` takes it: `"cpu"` or `"cuda:1"`."""
+        """Name for `torch.device`: `"cpu"` or `"cuda:1"`."""
         return "cpu" if self.kind == "cpu" else f"cuda:{self.index}"
 
     def divided(self, ranks: int, budget_bytes: int) -> Device:
-        """One of `ranks` parts of this CPU, with that budget."""
+        """This CPU for one of `ranks` processes that share it, with the budget `budget_bytes`."""
         free = None if self.free_bytes is None else self.free_bytes // ranks
         return replace(self, budget_bytes=budget_bytes, free_bytes=free)
 
     def has(self, format: NumberFormat) -> bool:
-        """Whether its matrix units compute in `format`. A GPU of which only the memory is known is
-        taken for one that does."""
+        """Whether the matrix units of this device support `format`. A GPU of which only the memory is
+        known is assumed to support it."""
         if self.kind == "cpu":
             return format == "bf16" and cpu_computes_in(torch.bfloat16)
         if self.capability.startswith("gfx"):
@@ -120,12 +121,12 @@ class Device:
         return not version or version >= _SINCE[format]
 
     def describe(self) -> str:
-        """One line for people."""
+        """One-line description for display."""
         return f"{self.name}, budget {format_bytes(self.budget_bytes)}"
 
 
 def cpu_computes_in(dtype: torch.dtype) -> bool:
-    """Whether this CPU has instructions for `dtype`, of half precision, that oneDNN uses."""
+    """Whether this CPU has instructions for the half-precision `dtype` that oneDNN uses."""
     ops = torch.ops.mkldnn
     asked = {
         torch.bfloat16: ops._is_mkldnn_bf16_supported,
@@ -140,8 +141,8 @@ class Machine:
 
     Attributes:
         devices: at least one.
-        is_limited: whether their budgets were named; else they are what is free, and nothing is
-            enforced.
+        is_limited: whether the user gave the budgets; otherwise they are the free memory, and nothing
+            is enforced.
     """
 
     devices: tuple[Device, ...]
@@ -151,17 +152,18 @@ class Machine:
     def here(
         cls, memory: str | int | None = None, device: str | None = None, count: int = 1
     ) -> Machine:
-        """This machine: its first CUDA device, or the CPU where there is none.
+        """Detect this machine: its first CUDA device, or the CPU if there is none.
 
         Args:
-            memory: budget per device, as `parse_bytes` reads it, but for numbers without a unit below
-                a million, which nobody means; None: 90% of what is free now.
-            device: `"cpu"`, `"cuda"` or `"cuda:N"`; None chooses.
-            count: devices, in order from that one on; of the CPU, ranks that share it.
+            memory: budget per device, in the format of `parse_bytes`, except that a number without a
+                unit must be at least 2**20 bytes. None: 90% of the memory that is free now.
+            device: `"cpu"`, `"cuda"` or `"cuda:N"`; None: chosen automatically.
+            count: number of devices, in order starting with that one; on a CPU, number of ranks that
+                share it.
 
         Raises:
-            InputError: if `memory` is no size or more than the device has, or there is no such
-                device.
+            InputError: if `memory` is not a size or is more than the device has, or if the device does
+                not exist.
         """
         check_count(count, "the number of devices")
         first = _detect(device)
@@ -175,14 +177,14 @@ class Machine:
 
     @classmethod
     def describe(cls, text: str, count: int | None = None) -> Machine:
-        """Hardware that is not here: a size (`"24GiB"`) or a name of the catalogue (`"rtx-4090"`), or
-        several alike (`"4 x 24GiB"`, `"8 x h100-80gb"`).
+        """Describe hardware that is not present: a memory size (`"24GiB"`) or a name in the catalogue
+        (`"rtx-4090"`), or several of one kind (`"4 x 24GiB"`, `"8 x h100-80gb"`).
 
         Args:
-            text: see above; names are understood however they are written.
-            count: number of devices, where `text` gives none.
+            text: see above; names may be written in any common form.
+            count: number of devices, if `text` does not give one.
 
-        Raises `InputError` if the text is neither, with the closest names.
+        Raises `InputError`, listing the closest names, if `text` is neither a size nor a name.
         """
         remedy = "write a size or a name, such as '24GiB', 'rtx-4090' or '8 x h100-80gb'"
         times = re.fullmatch(r"\s*(\d+)\s*[x*×]\s*(.*?)\s*", text)
@@ -208,8 +210,8 @@ class Machine:
         return cls(tuple(replace(one, index=i) for i in range(num_devices)))
 
     def with_budget(self, memory: str | int) -> Machine:
-        """This machine, of each of whose devices training may use `memory`, as `parse_bytes` reads
-        it. Raises `InputError` if that is no size or more than a device has."""
+        """A copy of this machine with the budget `memory` for each device, in the format of
+        `parse_bytes`. Raises `InputError` if that is not a size or is more than a device has."""
         budget = _parse_memory(memory, "memory")
         for device in self.devices:
             if budget > device.total_bytes:
@@ -224,20 +226,20 @@ class Machine:
 
     @property
     def device(self) -> Device:
-        """The first device: the one that a plan for a single device uses."""
+        """The first device, which a plan for a single device uses."""
         return self.devices[0]
 
 
 def _is_size(text: str) -> bool:
-    """Whether `text` is meant as a size: a number and a unit of bytes, be there such a one or not, or a
-    number that names no device (`4090` does)."""
+    """Whether `text` is meant as a size: a number with a byte unit, valid or not, or a number that is
+    not the name of a device (as `4090` is)."""
     return not catalogue.knows(text) and bool(
         re.fullmatch(r"\s*-?[\d.]+(e\d+)?\s*([kmgt]|[a-z]?i?b)?\s*", text, re.IGNORECASE)
     )
 
 
 def _parse_memory(memory: str | int, name: str) -> int:
-    """The bytes of a device, or of a budget on it; see `parse_bytes`."""
+    """Parse the memory of a device, or a budget on it, in bytes; see `parse_bytes`."""
     size = parse_bytes(memory, name)
     if size < _LEAST_BARE and str(memory).strip().isdecimal():
         raise InputError(
@@ -254,7 +256,7 @@ def _of_model(model: catalogue.Model) -> Device:
 
 
 def rates_of(model: catalogue.Model) -> Rates:
-    """The speeds on the maker's sheet."""
+    """The speeds from the vendor's data sheet."""
     return Rates(
         flops=model.fp32,
         half_flops=model.half,
@@ -268,7 +270,8 @@ def rates_of(model: catalogue.Model) -> Rates:
 def can_enforce(kind: DeviceKind) -> bool:
     """Whether a budget on this kind of device can be enforced.
 
-    CUDA's caching allocator refuses what goes beyond it, and Linux measures the peak of each pass.
+    On CUDA, the caching allocator refuses allocations beyond the budget; on Linux, the peak of each
+    pass is measured.
     """
     return kind == "cuda" or sys.platform == "linux"
 
@@ -318,7 +321,7 @@ def _cpu() -> Device:
 
 def _cuda(index: int) -> Device:
     free, total = torch.cuda.mem_get_info(index)
-    # A plan counts the context, which is there by now, and what torch keeps unused is free for it.
+    # A plan counts the context, which exists by now, and can use the memory that torch has cached.
     device = torch.device("cuda", index)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = min(total, free + unused + beside_bytes(device))

@@ -1,8 +1,8 @@
-"""Metrics: objects that gather what they need over the held-out samples and then compute a figure.
+"""Metrics: objects that accumulate state over the held-out samples and then compute a value.
 
-Means are better given as sums (see `Task.metrics`): they need no state. What is not a mean (F1, area
-under a curve, correlation) is what this is for. The objects are torchmetrics', or any that work
-alike; torchmetrics itself is not needed here and not imported.
+Means are better given as sums (see `Task.metrics`), which need no state. `Metrics` is for values that
+are not means (F1, area under a curve, correlation). The objects are torchmetrics metrics or any others
+with the same interface; torchmetrics itself is not required and not imported.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ _METHODS = ("update", "compute", "reset")
 
 @dataclass(frozen=True)
 class Metrics:
-    """Metric objects and what they are updated with.
+    """Metric objects and the function that computes their inputs.
 
         metrics=ab.Metrics(
             {"f1": MulticlassF1Score(10, average="macro"), "auroc": MulticlassAUROC(10)},
             lambda model, batch: (model(batch[0]), batch[1]),
         )
 
-    Every evaluation begins with them reset, in copies of its own: the objects given here stay as they
-    are. States are merged exactly over all ranks, by the reduction that each state declares, and not by
-    torchmetrics' own synchronisation. An object that is not torchmetrics' needs
-    `merge_state(others)` for that, as torcheval's have.
+    Each evaluation uses copies of the objects, which it resets first; the objects given here are not
+    modified. States are merged exactly over all ranks, by the reduction declared for each state and not
+    by torchmetrics' synchronization. For this, an object that is not a torchmetrics metric needs a
+    method `merge_state(others)`, as torcheval metrics have.
 
     Attributes:
-        objects: by name; a `MetricCollection` is taken as the metrics in it.
-        inputs: `(model, batch)` to the arguments of `update`: a tuple, or a dict of keywords. Called
-            without gradient, the model in evaluation mode.
+        objects: by name; a `MetricCollection` is treated as the metrics in it.
+        inputs: function from `(model, batch)` to the arguments of `update`: a tuple, or a dict of
+            keyword arguments. Called without gradients, with the model in evaluation mode.
 
-    Raises `InputError` if something in it is no metric.
+    Raises `InputError` if an entry is not a metric.
     """
 
     objects: Mapping[str, Any]

@@ -1,11 +1,11 @@
-"""Out of memory as a type: recognised in one place.
+"""Detection of out-of-memory errors, in one place.
 
-CUDA's allocator raises `torch.OutOfMemoryError`; its driver and libraries, which take memory beside it,
-have errors of their own, and so have ROCm's. On CPU torch's allocator raises a plain RuntimeError and
-Python a MemoryError; oneDNN says that it "could not create a primitive" when it finds no room for the
-code it generates. That last one leaves a mark: the code generator keeps its error in a thread-local
-variable that nothing clears, so every new kernel of that thread fails from then on (seen with oneDNN
-3.12, which builds Xbyak without exceptions).
+The CUDA allocator raises `torch.OutOfMemoryError`. The CUDA driver and libraries, which allocate memory
+outside of it, raise other errors, as do those of ROCm. On CPU, torch's allocator raises a plain
+RuntimeError and Python a MemoryError; oneDNN reports that it "could not create a primitive" if there is
+no memory for the code it generates. This error has a lasting effect: the code generator keeps its error
+in a thread-local variable that is never cleared, so every new kernel of that thread fails from then on
+(observed with oneDNN 3.12, which builds Xbyak without exceptions).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ if sys.platform != "win32":
 
 _ALLOCATOR_SIGNS = ("DefaultCPUAllocator", "allocate memory", "std::bad_alloc", "not enough memory")
 _DEVICE_SIGNS = re.compile(
-    # Of torch's allocator, where somebody has wrapped its error in one of theirs, as a compiler does.
+    # torch's allocator, if its error was wrapped in another one, as a compiler does.
     r"(CUDA|HIP) out of memory"
-    # Of the driver: pinned memory, and kernels when they are first used.
+    # The driver: pinned memory, and kernels on first use.
     r"|(CUDA|HIP)( driver)? error: out of memory"
     r"|Triton Error \[(CUDA|HIP)\]: out of memory"
-    # CUBLAS_STATUS_ALLOC_FAILED, CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED and their like.
+    # CUBLAS_STATUS_ALLOC_FAILED, CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED and similar.
     r"|\b(CU|HIP|ROC|MIOPEN)\w*ALLOC(ATION)?_FAILED"
     r"|CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate"
-    # Each of cuDNN's was refused its memory.
+    # cuDNN: every engine failed to allocate its memory.
     r"|unable to find an engine to execute this computation"
-    # NCCL's and RCCL's.
+    # NCCL and RCCL.
     r"|(Cuda|HIP) failure (\d+ )?'out of memory'"
 )
 _MARKING_SIGNS = re.compile(
-    # That of a descriptor fails where oneDNN has no such kernel, on this processor or at all.
+    # A primitive descriptor fails if oneDNN has no such kernel, on this processor or at all.
     r"could not create a (primitive(?! descriptor)|memory object)"
 )
 _REQUESTED = (
@@ -48,12 +48,12 @@ _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 @dataclass(frozen=True, slots=True)
 class MemoryFailure:
-    """What an allocator said when it refused. Holds text, never the error: its traceback would keep
-    the tensors of the failed step alive.
+    """Description of a failed allocation. Holds text instead of the exception, whose traceback would
+    keep the tensors of the failed step alive.
 
     Attributes:
-        message: the first line of the error.
-        requested_bytes: what was asked for, or None where the allocator does not say.
+        message: first line of the error message.
+        requested_bytes: size of the failed allocation, or None if the allocator does not report it.
         marks_thread: new kernels fail in this thread from now on.
     """
 
@@ -63,7 +63,7 @@ class MemoryFailure:
 
 
 def as_memory_failure(error: BaseException) -> MemoryFailure | None:
-    """`error` as a memory failure, or None if it is something else."""
+    """`error` as a `MemoryFailure`, or None if it is another kind of error."""
     text = str(error)
     runtime = isinstance(error, RuntimeError)
     marks_thread = runtime and _MARKING_SIGNS.search(text) is not None
@@ -81,13 +81,14 @@ def as_memory_failure(error: BaseException) -> MemoryFailure | None:
 
 
 def is_memory_error(error: BaseException) -> bool:
-    """Whether memory ran out, which a leaner plan can mend."""
+    """Whether `error` means that memory ran out, which a leaner plan can avoid."""
     return as_memory_failure(error) is not None
 
 
 def is_limited() -> bool:
-    """Whether the operating system holds this process to a limit, ours or somebody else's (`ulimit`),
-    so that memory can be refused on the CPU. Without one the killer of processes comes instead."""
+    """Whether the operating system limits the memory of this process (set by anybatch or by others,
+    such as `ulimit`), so that CPU allocations can fail. Without a limit, the out-of-memory killer ends
+    the process instead."""
     if sys.platform == "win32":
         return False
     limits = (resource.RLIMIT_DATA, resource.RLIMIT_AS)

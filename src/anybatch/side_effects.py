@@ -1,14 +1,15 @@
-"""Side effects: what users' functions keep between calls, put back after passes that do not count.
+"""Side effects: saves the state that user functions keep between calls, and restores it after passes
+that do not count.
 
-A loss is called once for each micro-batch of a run, and may keep something from one call to the next: a
-counter, a running mean, a history, another model with gradients and statistics of its own. Passes that
-are traced, compared or timed call it, too. A model can be copied for them; what a function has in its
-closure cannot. So it is noted before them, and put back after them.
+A loss is called once per micro-batch of a run and may keep state from one call to the next: a counter,
+a running mean, a history, another model with gradients and statistics. Passes that are traced, compared
+or timed call it too. A model can be copied for them; the closure of a function cannot. So its state is
+recorded before these passes and restored after them.
 
-What can be reached is followed from the functions on: closures, defaults, arguments of partials,
-objects of methods, attributes and slots, elements of containers, and the globals that their code names.
-Threads, files and what is beside a lock are left alone, and so is the code of libraries. Iterators
-cannot be wound back.
+State is found by following references from the functions: closures, defaults, arguments of partials,
+objects of bound methods, attributes and slots, elements of containers, and the globals that their code
+names. Threads, files, objects that hold a lock, and library code are left alone. Iterators cannot be
+rewound.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ import torch
 from torch import Tensor, nn
 
 _MOST_OBJECTS = 20_000
-"""Reached in all; the nearest ones come first."""
+"""Maximum number of objects visited, nearest first."""
 
 _MANY = 1_000
-"""Elements up to which those of a container are looked into."""
+"""Maximum number of elements of a container that is searched."""
 
 _MOST_BYTES = 8 << 20
-"""Of tensors and arrays whose values are copied, the smallest first. Trained parameters are not: a loss
-adds to their gradients and writes nothing else there."""
+"""Maximum total size of tensors and arrays whose values are copied, smallest first. Trained parameters
+are not copied: a loss adds to their gradients but does not write to their values."""
 
 _ATOMS = frozenset(
     (
@@ -57,7 +58,7 @@ _ATOMS = frozenset(
 )
 _LIBRARIES = frozenset(("anybatch", "torch", "numpy"))
 _OF_USERS = frozenset(("anybatch.task", "anybatch.metrics"))
-"""Where values live that hold functions of users; all else in anybatch runs them."""
+"""Modules whose objects hold user functions; the rest of anybatch only runs them."""
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event)
 _SHARED = (*_LOCKS, threading.Semaphore, threading.Thread, threading.local, queue.Queue)
@@ -68,10 +69,10 @@ _SHARED_HOMES = frozenset(
     )
 )
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
-"""Hooks and flags of any module: told by its dict, and not looked into."""
+"""Hooks and flags of any module: restored with the module's dict, but not searched."""
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-"""Sources of random numbers that have a state."""
+"""Types of random number generators."""
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
@@ -79,7 +80,7 @@ _MISSING: Any = object()
 
 
 def state_of(generator: Any) -> Any:
-    """The state that one of `GENERATORS` is in."""
+    """The current state of `generator`, an instance of one of `GENERATORS`."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy()
     if isinstance(generator, random.Random):
@@ -90,7 +91,7 @@ def state_of(generator: Any) -> Any:
 
 
 def rewinding(generator: Any) -> Callable[[], object]:
-    """A function that brings one of `GENERATORS` to the state that it is in now."""
+    """A function that resets `generator`, an instance of one of `GENERATORS`, to its current state."""
     if isinstance(generator, torch.Generator):
         return partial(generator.set_state, generator.get_state())
     if isinstance(generator, random.Random):
@@ -102,13 +103,13 @@ def rewinding(generator: Any) -> Callable[[], object]:
 
 
 def generators_in(*functions: object) -> list[Any]:
-    """The generators that can be reached from `functions`."""
+    """The random number generators that are reachable from `functions`."""
     return _Notes(functions, aside=False, but=(), copies=False).generators
 
 
 def code_of(model: nn.Module) -> list[object]:
-    """What passes of `model` run that is none of its own state: the classes of its modules, and the
-    hooks on them."""
+    """Code that passes of `model` run and that is not part of its state: the classes of its modules,
+    and the hooks on them."""
     found: dict[int, object] = {}
     for module in model.modules():
         hooks = (getattr(module, name, None) or {} for name in _HOOKS)
@@ -121,13 +122,14 @@ def code_of(model: nn.Module) -> list[object]:
 def untouched(
     *functions: object, aside: bool = False, but: Iterable[object] = ()
 ) -> Iterator[None]:
-    """What can be reached from `functions` is after the block as before it, also after an error.
+    """Context manager that restores on exit the state reachable from `functions`, also after an error.
 
     Args:
-        functions: of the user, or what holds such.
-        aside: gradients are set aside meanwhile. Passes over real samples would add to them in place;
-            fake ones cannot.
-        but: what others see to: neither it nor what only it leads to is touched.
+        functions: user functions, or objects that hold them.
+        aside: set gradients to None inside the block. Passes over real samples would add to them in
+            place; passes over fake tensors cannot.
+        but: objects that are handled elsewhere: they, and objects reachable only through them, are not
+            touched.
     """
     notes = _Notes(functions, aside, but)
     try:
@@ -137,7 +139,7 @@ def untouched(
 
 
 class _Notes:
-    """What was found, as ways to put it back."""
+    """The recorded state, as functions that restore it."""
 
     def __init__(
         self,
@@ -149,7 +151,7 @@ class _Notes:
         self.generators: list[Any] = []
         self._back: list[Callable[[], object]] = []
         self._leaves: list[Tensor] = []
-        self._seen: dict[int, object] = {id(one): one for one in but}  # held: ids stay theirs
+        self._seen: dict[int, object] = {id(one): one for one in but}  # references keep ids unique
         self._next: deque[Any] = deque(functions)
         self._values: list[Tensor | np.ndarray[Any, Any]] = []
         most = len(self._seen) + _MOST_OBJECTS
@@ -165,7 +167,7 @@ class _Notes:
                 one.grad = None
 
     def put_back(self) -> None:
-        """Make all that was noted as it was."""
+        """Restore everything that was recorded."""
         with torch.no_grad():
             for back in self._back:
                 back()
@@ -210,7 +212,7 @@ class _Notes:
         self._dict(one.__dict__)
         if _is_of_library(str(one.__globals__.get("__name__"))):
             return
-        # In its own module, and in those of the user that it names.
+        # In its own module, and in the user's modules that it names.
         named, spaces = frozenset(_named(one.__code__)), [one.__globals__]
         for name in named:
             value = one.__globals__.get(name)
@@ -222,7 +224,7 @@ class _Notes:
     def _names(
         self, set: Callable[[str, Any], None], space: Mapping[str, Any], names: Iterable[str] | None
     ) -> None:
-        """What has these names in a module; or in a class all but its special ones."""
+        """Record the values of `names` in a module, or of all but the special names of a class."""
         if names is None:
             names = [name for name in space if not (name.startswith("__") and name.endswith("__"))]
         before = {name: space.get(name, _MISSING) for name in names}
@@ -232,7 +234,7 @@ class _Notes:
     def _cell(self, cell: CellType) -> None:
         try:
             before = cell.cell_contents
-        except ValueError:  # nothing is in it yet
+        except ValueError:  # the cell is empty
             before = _MISSING
         self._back.append(partial(_refill, cell, before))
         self._next.append(before)
@@ -250,7 +252,7 @@ class _Notes:
         self._next.append(kind)
         self._dict(held, but=_OF_MODULES if is_module else ())
         state = object.__getstate__(one)
-        if isinstance(state, tuple):  # the second are its slots
+        if isinstance(state, tuple):  # the second element holds the slots
             self._back.append(partial(_refill_slots, one, state[1]))
             self._next += state[1].values()
 
@@ -275,7 +277,7 @@ class _Notes:
             self._leaves.append(one)
             self._back.append(partial(_reset_leaf, one, one.grad, one.requires_grad))
         self._dict(_dict_of(one))
-        frozen = type(one) is nn.Parameter and not one.requires_grad  # a teacher's, perhaps
+        frozen = type(one) is nn.Parameter and not one.requires_grad  # such as a teacher
         is_plain = (type(one) is Tensor or frozen) and one.layout is torch.strided
         if is_plain and not (one.is_meta or one.is_inference()):
             self._values.append(one)
@@ -287,29 +289,29 @@ class _Notes:
             if room < 0:
                 return
             if isinstance(one, Tensor):
-                if torch._debug_has_internal_overlap(one) != 1:  # one that is expanded is a view
-                    # On the host: a device may be full. Whether a tensor was written to is not
-                    # asked: some kernels write without changing its version.
+                if torch._debug_has_internal_overlap(one) != 1:  # an expanded tensor is a view
+                    # On the host, since the device may be full. The version counter cannot show
+                    # whether a tensor was written to: some kernels write without changing it.
                     self._back.append(partial(_copy_into, one, one.detach().cpu().clone()))
             else:
                 self._back.append(partial(np.copyto, one, one.copy()))
 
 
-# ---------------------------------------------------------------------------------- putting it back
+# ---------------------------------------------------------------------------------------- restoring
 
 
 def _refill(cell: CellType, before: Any) -> None:
     if before is not _MISSING:
         cell.cell_contents = before
         return
-    with suppress(ValueError):  # nothing came into it
+    with suppress(ValueError):  # the cell is still empty
         del cell.cell_contents
 
 
 def _rebind(set: Callable[[str, Any], None], space: Any, before: Mapping[str, Any]) -> None:
     for name, value in before.items():
         if value is _MISSING:
-            space.pop(name, None)  # of a module: those of a class were all there
+            space.pop(name, None)  # of a module: names of a class all existed
         elif space.get(name, _MISSING) is not value:
             set(name, value)
 
@@ -357,16 +359,17 @@ def _copy_into(one: Tensor, before: Tensor) -> None:
 
 
 def _forget(cached: Any, misses: int) -> None:
-    """What was cached on the way may be fake; to compute it again harms nobody."""
+    """Clear the cache of `cached` if entries were added: they may be fake, and computing them again is
+    harmless."""
     if cached.cache_info().misses != misses:
         cached.cache_clear()
 
 
-# ----------------------------------------------------------------------------------- looking at it
+# --------------------------------------------------------------------------------------- searching
 
 
 def _named(code: CodeType) -> Iterator[str]:
-    """The names of globals, and of attributes, in `code` and in the functions that it makes."""
+    """The names of globals and attributes in `code` and in the functions that it defines."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -382,7 +385,7 @@ def _dict_of(one: Any) -> dict[str, Any]:
 
 @functools.cache
 def _is_of_library(module: str) -> bool:
-    """Whether the module of that name was installed, with Python or after it."""
+    """Whether `module` is part of Python or of an installed package."""
     if module == "__main__":
         return False
     top = module.partition(".")[0]

@@ -1,23 +1,24 @@
-"""Step: an exact global step of any size around an existing training loop.
+"""Step: an exact global step of any size inside an existing training loop.
 
     step = ab.Step(model, optimizer, loss, memory="10GiB")
     for batch in loader:
         outcome = step(batch)
 
-The model, the optimizer, the data and the loop stay the user's. What `step` takes over is the cut of
-the batch into micro-batches, the weighing, precision, recompute, and doing the step again when memory
-runs out.
+The model, the optimizer, the data and the loop remain the user's. `step` cuts the batch into
+micro-batches, weights them, applies precision and recomputation, and repeats the step when memory runs
+out.
 
-In a script that several processes run (torchrun, `torch.distributed.init_process_group`) every rank
-calls `step` with its own part of the global batch. The parts may be of any and unequal size:
+In a script that runs as several processes (torchrun, `torch.distributed.init_process_group`), every
+rank calls `step` with its own part of the global batch. Parts may have any size, and the sizes may
+differ:
 
     rank 0    step(5 samples)   step(3 samples)   step(2 samples)
     rank 1    step(4 samples)   step(8 samples)   step(None)           no samples left here
 
 Each column is one step of the same model: the gradient is the sum over all ranks divided by the total
-weight. So every rank calls equally often; one that has no samples says so with None, since the others
-would wait for it: a step that takes five minutes says so on standard error, and at the process group's
-time-out it raises `PeerLost`.
+weight. All ranks must therefore make the same number of calls; a rank without samples passes None,
+since the others would otherwise wait for it. A step that takes five minutes prints a message to
+standard error; at the timeout of the process group it raises `PeerLost`.
 """
 
 from __future__ import annotations
@@ -119,36 +120,38 @@ from anybatch.task import (
 from anybatch.units import format_bytes, format_seconds
 
 _LEAST_QUARTERED = 8
-"""Samples of a batch of which a quarter is tried before the whole."""
+"""Minimum number of samples in a batch of which a quarter is tried before the whole."""
 
 _FAR = 2
-"""What is estimated to need so many times the room is not tried in one piece."""
+"""A batch that is estimated to need more than this multiple of the available memory is not tried in one
+piece."""
 
 
 _WAIT_SECONDS = 300.0
-"""Of a step with several ranks, after which it says that it may be waiting for another."""
+"""Duration of a step with several ranks after which a message says that it may be waiting for another
+rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one call of a `Step` did.
+    """Result of one call of a `Step`.
 
     Attributes:
         step: the number of the step, from 1; calls that raised an error are not counted.
         loss: mean over the total weight of the batch.
-        weight: that total weight.
-        metrics: means of the metrics that the loss carried.
+        weight: the total weight.
+        metrics: means of the metrics that the loss returned.
         grad_norm: 2-norm of the gradient before clipping.
-        num_micro_batches: forward passes that it took, on this rank.
-        seconds: time that it took, on this rank.
-        peak_bytes: most memory that steps have used so far, on this rank, above what was in use before
-            the first call (the model and the optimizer count).
+        num_micro_batches: number of forward passes, on this rank.
+        seconds: duration, on this rank.
+        peak_bytes: peak memory of all steps so far, on this rank, relative to the memory in use before
+            the first call; the model and the optimizer are included.
         part_weight, part_grad_norm: see `events.StepDone`.
-        outputs: what the loss handed out for each sample (`Loss.outputs`), in the order of the batch,
-            on the CPU.
+        outputs: outputs that the loss returned for each sample (`Loss.outputs`), in the order of the
+            batch, on the CPU.
 
-    With several ranks, all but `num_micro_batches`, `seconds`, `peak_bytes` and `outputs` are over all
-    ranks, and the same on each.
+    With several ranks, all values except `num_micro_batches`, `seconds`, `peak_bytes` and `outputs` are
+    over all ranks, and are the same on each.
     """
 
     step: int
@@ -165,52 +168,55 @@ class Outcome:
 
 
 class Step:
-    """One global step per call: cut, run, weighed, committed; or nothing changed and an error.
+    """Runs one global step per call: cuts the batch, weights the micro-batches and commits the update.
+    A call that raises an error changes nothing.
 
-    With several ranks, the first call gives all of them the parameters and buffers of rank 0; what the
-    optimizer holds by then (of a run that is resumed) must be the same on all of them already.
+    With several ranks, the first call copies the parameters and buffers of rank 0 to all ranks;
+    optimizer state that exists by then (in a resumed run) must already be the same on all of them.
 
-    The first call tries the whole batch in one piece: passes are measured and undone. If it fits it is
-    not cut, and everything is as the plain loop has it. If not, the plan is made by a trace and
-    rehearsed. With `micro_batch` nothing is tried or traced before the first step.
+    The first call tries the whole batch in one piece: passes are measured and undone. If it fits, the
+    batch is not cut, and everything is as in the plain loop. Otherwise the plan is made from a trace
+    and rehearsed. With `micro_batch`, nothing is tried before the first step, and nothing is traced,
+    except for a chunked loss or a `JointLoss`.
 
-    The plan is made by the first batch, and anew when a batch is larger than any that was planned for:
-    before its step, or with several ranks, which learn of it by that step, before the next one. The
-    same where the optimizer has other parameters than before (of layers that are unfrozen on the way,
-    say), or other BatchNorm layers are in training mode, with several ranks on all of them in the same
-    call: where it is so on some of them, all raise `InputError`.
+    The plan is made from the first batch, and again when a batch is larger than any that was planned
+    for: before its step, or with several ranks, which learn of it in that step, before the next one.
+    The plan is also made again if the optimizer has other parameters than before (of layers that were
+    unfrozen, for example), or if other BatchNorm layers are in training mode. With several ranks, this
+    must happen on all ranks in the same call; if it happens on only some of them, all raise
+    `InputError`.
 
-    Modes are the script's: what of the model is in evaluation mode is trained in it. So BatchNorm that
-    was put into it (in a frozen backbone) keeps to its running statistics, and is cut into no ghost
-    batches.
+    Training modes are set by the script: modules in evaluation mode are trained in evaluation mode.
+    BatchNorm in evaluation mode (in a frozen backbone, for example) uses its running statistics and is
+    not split into ghost batches.
 
     Args:
-        model: on the device where it is to be trained; with several ranks as it is, not wrapped.
-        optimizer: on parameters of `model`, all or some, and perhaps of the loss beside them; or a list
-            of optimizers with parameters of their own (Muon for the matrices, AdamW for the rest).
+        model: on the device where it is trained; with several ranks, not wrapped.
+        optimizer: over some or all parameters of `model`, and optionally over those of the loss; or a
+            list of optimizers with separate parameters (Muon for the matrices, AdamW for the rest).
         loss: `(model, batch) -> Loss`, or a plain mean; see `Task`.
-        memory: budget of each rank, as `train` takes it; held in every call, and on CUDA between calls
-            too, until `close`. None: plan for what is free. Of several steps at once the strictest
-            budget holds, for what all of them take.
+        memory: budget of each rank, in the format of `train`; enforced in every call, and on CUDA also
+            between calls, until `close`. None: plan for the free memory. With several steps at once,
+            the strictest budget applies to the memory of all of them.
         precision: see `plans.Precision`.
-        micro_batch: largest number of samples per forward pass; None: found.
-        recompute: what to recompute; None: found.
-        chunked_loss: see `plan`; None: found.
-        clip_norm: largest 2-norm of the mean gradient, of what the optimizer trains.
-        ghost_batch: samples over which BatchNorm normalises; None: the samples of the call, as in a
-            plain loop, as long as they fit in one piece. When they have to be cut, the largest ghost
-            batch that fits is chosen, once, and a warning says so; with several ranks it is 32. Each
+        micro_batch: maximum number of samples per forward pass; None: chosen automatically.
+        recompute: what to recompute; None: chosen automatically.
+        chunked_loss: see `plan`; None: chosen automatically.
+        clip_norm: maximum 2-norm of the mean gradient, over the parameters that the optimizer trains.
+        ghost_batch: number of samples over which BatchNorm normalizes; None: the samples of the call,
+            as in a plain loop, as long as they fit in one piece. If they have to be cut, the largest
+            ghost batch that fits is chosen, once, with a warning; with several ranks it is 32. Each
             rank cuts its own part.
-        compile: compile the blocks of the model; then a budget on a CPU is not enforced.
-        sinks: readers of the events of recovery; those of rank 0 are called. Without one a change of
-            plan is a warning.
+        compile: compile the blocks of the model; a budget on a CPU is then not enforced.
+        sinks: readers of recovery events; only those of rank 0 are called. Without any, a change of
+            plan after memory ran out is a warning.
         verbose: whether rank 0 prints the plan to standard error in the first call.
-        keep_grad: whether `param.grad` is there between two calls: the mean gradient of the last step,
-            as the update had it (clipped). Else it is None. Of weights in half precision the gradients
-            are those of their float32 copies, which `param.grad` does not show.
-        count_samples, slice_batch: for batches that do not show their samples in dim 0 (graphs, time
-            first, objects): the number of samples in a batch, and `(batch, start, stop)` to a batch of
-            those from `start` to `stop`. Both or neither.
+        keep_grad: whether `param.grad` is available between calls: the mean gradient of the last step,
+            as used in the update (clipped). Otherwise it is None. The gradients of half-precision
+            weights are those of their float32 copies, which `param.grad` does not show.
+        count_samples, slice_batch: for batches whose samples are not in dim 0 (graphs, time-first
+            batches, objects): a function that returns the number of samples in a batch, and one from
+            `(batch, start, stop)` to a batch of the samples from `start` to `stop`. Both or neither.
 
     Attributes:
         plan: how this rank runs its batches; None before the first call.
@@ -293,7 +299,7 @@ class Step:
         self._device = homes.pop()
         kernel_choices.check_available(KernelChoices(compile=compile), self._device)
         self._where = Machine.here(memory, str(self._device)).device
-        if memory is None:  # what is free, and a plan counts what is there
+        if memory is None:  # free memory, plus what the model and the optimizer hold
             budget = self._where.budget_bytes + held_bytes((model, optimizer))
             self._where = replace(self._where, budget_bytes=min(budget, self._where.total_bytes))
         check_available(wanted, self._where)
@@ -301,30 +307,30 @@ class Step:
         self._group: Group = SingleDevice()
         self._num_steps = 0
         self._written: dict[str, None] = {}  # buffers that traced passes wrote to
-        self._own: Plan | None = None  # made by this rank's samples
+        self._own: Plan | None = None  # made from this rank's samples
         self._planned_for = 0  # samples of this rank
-        self._largest = 0  # batch of this rank so far
-        self._is_outgrown = False  # the plan of some rank
+        self._largest = 0  # size of a batch of this rank so far
+        self._is_outgrown = False  # whether the plan of some rank is
         self._reminder: Reminder | None = None
         self._copies = BatchCopies()
 
     @at_work()
     def __call__(self, batch: Any) -> Outcome:
-        """Do one step on `batch`, whatever its size.
+        """Run one step on `batch`, which may have any size.
 
         Args:
-            batch: any nesting of tensors with the samples in dim 0, or lists of samples; of several
-                ranks, this one's part, None if it has none.
+            batch: any nesting of tensors with the samples in dim 0, or lists of samples; with several
+                ranks, the part of this rank, or None if it has no samples.
 
         Raises:
             NoPlanFits: memory ran out under the leanest plan.
-            LossError, DataError: the loss or the batch cannot be learned from.
-            InputError: the ranks do not train the same, or are not those of the first call.
+            LossError, DataError: the loss or the batch cannot be used for training.
+            InputError: the ranks do not train the same way, or are not those of the first call.
             PeerFailed: another rank raised an error.
             PeerLost: another rank is gone, or did not call.
 
-        Whatever is raised, parameters, optimizer and buffers are as before the call. Only an interrupt
-        (Ctrl-C) that comes during the update is raised when the step is done.
+        After any error, parameters, optimizer and buffers are as before the call, except that an
+        interrupt (Ctrl-C) during the update is raised after the step is done.
         """
         begun = time.perf_counter()
         with self._telling_of_a_wait():
@@ -340,7 +346,7 @@ class Step:
                 if not self._is_whole or self._group.size > 1:
                     raise
                 anew = self._cut_from_now_on
-            if done is None:  # the tensors of the attempt are gone by now
+            if done is None:  # the tensors of the attempt have been freed
                 anew(batch)
                 done, num_passes = self._done(batch)
         return Outcome(
@@ -359,20 +365,19 @@ class Step:
 
     @at_work()
     def evaluate(self, batches: Iterable[Any], metrics: MetricsOfTask | None = None) -> Measured:
-        """The loss and metrics over `batches`, in evaluation mode and without gradients, under the
-        budget: batches are cut to what fits. After the first step; all ranks call it.
+        """Compute the loss and metrics over `batches`, in evaluation mode and without gradients, within
+        the budget: batches are cut to fit. Can be called after the first step; all ranks must call it.
 
-        A script that evaluates by itself between two steps may go on to: that is under no budget on a
-        CPU.
+        A script may also run its own evaluation between two steps; on a CPU, no budget applies to it.
 
         Args:
-            batches: as steps take them, of this rank; iterated anew where memory runs out, so a
-                `DataLoader` or a list, and no iterator.
+            batches: batches of this rank, as for steps; iterated again if memory runs out, so pass a
+                `DataLoader` or a list, not an iterator.
             metrics: see `Task`.
 
         Raises:
-            InputError: there was no step yet, or `batches` can be iterated once only.
-            NoPlanFits: there is no room to evaluate a single sample.
+            InputError: there was no step yet, or `batches` can be iterated only once.
+            NoPlanFits: there is not enough memory to evaluate a single sample.
             PeerFailed: another rank raised an error.
         """
         engine = self._engine
@@ -397,8 +402,8 @@ class Step:
         return found
 
     def close(self) -> None:
-        """Leave the model and the process as they were found, but for the training; each part of them,
-        whatever is raised while another is left."""
+        """Restore the model and the process to their original state, except for the training. Each part
+        is restored even if restoring another one raises an error."""
         if self._reminder is not None:
             self._reminder.close()
         if self._engine is not None:
@@ -416,11 +421,11 @@ class Step:
         self.close()
 
     def _done(self, batch: Any) -> tuple[Committed, int]:
-        """The step on `batch`, and the passes that it took on this rank. Raises, beside what a call
-        does, `Outdated` or `PeerOutdated`, on all ranks."""
+        """Run the step on `batch`; return its result and the number of passes on this rank. In addition
+        to the errors of a call, raises `Outdated` or `PeerOutdated`, on all ranks."""
         engine = self._engine
         assert engine is not None
-        # Looks at the batch inside the step, where a rank that cannot use it does not leave the others.
+        # The batch is examined inside the step, where an error on one rank does not block the others.
         source = self._pieces(batch)
         self._largest = max(self._largest, source.size)
         if self._is_outgrown or (self._group.size == 1 and self._largest > self._planned_for):
@@ -431,7 +436,7 @@ class Step:
         before = counting_buffers(self._model) if self._num_steps == 0 else None
         with ExitStack() as whole, source.untouched_by_errors():
             done = engine.run(self._num_steps, source, _nothing, whole)
-            assert isinstance(done, Committed)  # steps are left out only where it was asked for
+            assert isinstance(done, Committed)  # steps are skipped only on request
             self._num_steps += 1
             self._is_outgrown = Wish.PLAN in done.wished
             self.plan = engine.plan
@@ -441,8 +446,8 @@ class Step:
         return done, len(source.ranges)
 
     def _telling_of_a_wait(self) -> AbstractContextManager[None]:
-        """Around a step: with several ranks, one that takes very long is told to people, once. Nothing
-        is ended: what the others do between two steps is the script's own."""
+        """Context manager for a step: with several ranks, a step that takes very long prints a message,
+        once. Nothing is aborted: what the other ranks do between two steps is up to the script."""
         if self._group.size == 1:
             return nullcontext()
         if self._reminder is None:
@@ -461,7 +466,7 @@ class Step:
         sys.stderr.flush()
 
     def _check_joined(self) -> None:
-        """Raises `InputError` if there are other ranks than when the step was set up."""
+        """Raises `InputError` if the number of ranks has changed since the step was set up."""
         size = _num_joined()
         if self._engine is not None and size != self._group.size:
             raise InputError(
@@ -470,22 +475,22 @@ class Step:
             )
 
     def _check_up_to_date(self) -> None:
-        """Raises `Outdated` if what this rank trains is not what was set up for. The optimizer's
-        parameters are looked at by the engine."""
+        """Raises `Outdated` if other BatchNorm layers are in training mode than at setup. The engine
+        checks the parameters of the optimizer."""
         if self._normalising() != self._cut:
             raise Outdated("other BatchNorm layers are in training mode than before.")
 
     def _begin(self, batch: Any) -> None:
-        """Plan by the first batch, and set up."""
+        """Plan for the first batch, and set up."""
         group = self._group = self._joined()
-        with ExitStack() as undo:  # what was done so far is undone if the rest fails
+        with ExitStack() as undo:  # undoes the completed part of the setup if the rest fails
             undo.callback(setattr, self, "_engine", None)
             self._norms = tuple(batch_norms(self._model).values())
             self._cut = self._normalising()
             self._ghost = self._ghost_batch or self._wishes.micro_batch if any(self._cut) else None
             self._check_alike(group)
             self._outline = Outline(self._model, self._optimizer)
-            with uncounted():  # planning is no part of what another Step trains
+            with uncounted():  # planning does not count against the budget of another Step
                 first = together(group, lambda: self._first_plan(batch))
             self._plans = group.exchange(first)
             plan, total = _agreed_plan(group, self._plans)
@@ -507,9 +512,9 @@ class Step:
             print(_described(engine.plan), file=sys.stderr)  # noqa: T201
 
     def _set_up(self, plan: Plan, total: int, undo: ExitStack) -> Transactions:
-        """Follow `plan`, for `total` samples of all ranks."""
+        """Set up for `plan`, with `total` samples over all ranks."""
         group = self._group
-        # From here on memory counts, so that what speaks to the other ranks was made before.
+        # Memory counts from here on, so the process groups were created before.
         self._limit = make_limit(plan, self._device, counted=(self._model, self._optimizer))
         undo.callback(self._limit.leave)
         self._meter = self._limit.enter()
@@ -522,15 +527,15 @@ class Step:
                 self._loss,
                 plan.choice,
                 self._device,
-                total,  # by which gradients are scaled: the same on all ranks
+                total,  # scales the gradients: the same on all ranks
                 kernels=plan.kernels,
             )
-            undo.callback(replica.close)  # here, since on another rank this may fail
+            undo.callback(replica.close)  # here, since `make` may fail on another rank
             return replica
 
         self._replica = together(group, make)
         self._replica.keeps_gradients = self._keep_grad
-        with uncounted():  # a compiler is no part of training
+        with uncounted():  # compiling does not count as training
             together(group, self._replica.rehearse)
         undo.callback(group.close)
         together(group, lambda: group.adopt(self._replica))
@@ -560,7 +565,7 @@ class Step:
 
     def _confirm(self, engine: Transactions, batch: Any, fits: bool = True) -> None:
         """Between two steps: follow the plan for one piece if passes show that it fits on every rank,
-        and otherwise one that cuts. All ranks call it. `fits`: whether it may fit on this one."""
+        and otherwise a plan that cuts. All ranks call it. `fits`: whether it may fit on this rank."""
         group, tells = self._group, self._num_steps > 0
         size = self._planned_for
         what = "a batch that is larger than those before" if tells else "the batch"
@@ -582,7 +587,7 @@ class Step:
         def planned() -> Plan | None:
             if self._own is None:
                 return None
-            with uncounted(), self._meter.aside():  # planning is not part of training
+            with uncounted(), self._meter.aside():  # planning does not count as training
                 return self._planned(batch, size)
 
         self._own = together(group, planned)
@@ -596,7 +601,8 @@ class Step:
             engine.follow(found, step_number(self._num_steps), "it was rehearsed", tells)
 
     def _cut_from_now_on(self, batch: Any) -> None:
-        """Memory ran out in a batch that BatchNorm normalises as a whole."""
+        """Switch to a plan that cuts, after memory ran out in a batch that BatchNorm normalizes as a
+        whole."""
         assert self._engine is not None
         self._planned_for = max(self._largest, 2)
         self._own = self._untraced(batch, self._planned_for)
@@ -604,9 +610,10 @@ class Step:
         self._replica.expect(self._planned_for)
 
     def _fits_whole(self, engine: Transactions, batch: Any, size: int) -> bool:
-        """Whether a batch of `size` samples fits in one piece; then that is this rank's plan. A quarter
-        of it is tried first: what would need far too much is not tried at all, and what needs little
-        on a CPU only if a budget is enforced."""
+        """Whether a batch of `size` samples fits in one piece; if so, that becomes the plan of this
+        rank. A quarter of it is tried first, and its measurement is scaled up. The whole is then not
+        run if it would need far too much memory or, on a CPU without an enforced budget, if it needs
+        little."""
         plan = self._own
         if plan is None:  # this rank has no samples
             return True
@@ -635,7 +642,7 @@ class Step:
         return found is not None
 
     def _largest_ghost(self, engine: Transactions, batch: Any, size: int) -> int:
-        """The largest ghost batch of BatchNorm that fits, of the batch halved again and again."""
+        """The largest ghost batch of BatchNorm that fits, found by halving the batch repeatedly."""
         plan = self._own
         if self._group.size > 1 or plan is None:
             return DEFAULT_GHOST_BATCH
@@ -650,7 +657,7 @@ class Step:
         return min(DEFAULT_GHOST_BATCH, size)
 
     def _rehearsed(self, engine: Transactions, batch: Any) -> Plan:
-        """The plan of `engine` as passes over `batch` confirm it. Raises `NoPlanFits`."""
+        """The plan of `engine` after it was rehearsed with passes over `batch`. Raises `NoPlanFits`."""
         plan, used = engine.plan, self._meter.used_bytes()
 
         def rehearse(choice: Choice, kernels: KernelChoices | None) -> Rehearsed | None:
@@ -669,7 +676,8 @@ class Step:
         most: int,
         kernels: KernelChoices | None = None,
     ) -> Rehearsed | None:
-        """What passes of `size` samples of `batch` take, at most so many; nothing of them remains."""
+        """Measure at most `most` passes over `size` samples of `batch`, and undo them. None: memory ran
+        out."""
         source = self._pieces(batch, size if self._is_whole and size < self._planned_for else None)
         changes = {"micro_batch": size, "evaluation_batch": min(size, choice.evaluation_batch)}
         tried = choice.model_copy(update=changes)
@@ -683,11 +691,12 @@ class Step:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether BatchNorm normalises over all samples of a call, which then are one piece."""
+        """Whether BatchNorm normalizes over all samples of a call, which are then one piece."""
         return any(self._cut) and self._ghost is None
 
     def _pieces(self, batch: Any, ghost: int | None = None) -> _Pieces:
-        """This rank's `batch`, cut into pieces; with ghost batches of `ghost` samples, or as always."""
+        """This rank's `batch`, cut into pieces; with ghost batches of `ghost` samples, or of the usual
+        size if None."""
         whole = self._is_whole and ghost is None
         return _Pieces(
             batch,
@@ -700,13 +709,13 @@ class Step:
         )
 
     def _normalising(self) -> list[bool]:
-        """Which BatchNorm layers normalise over ghost batches now: those in training mode, since the
-        modes are the script's."""
+        """For each BatchNorm layer, whether it normalizes over samples of the pass now, which depends
+        on the training mode that the script has set."""
         return [looks_across_samples(norm, norm.training) for norm in self._norms]
 
     def _begin_anew(self, batch: Any) -> None:
-        """On some rank the optimizer has other parameters than so far, or other norms are in training
-        mode: plan and set up for these. All ranks do."""
+        """Plan and set up again, after the optimizer got other parameters, or other BatchNorm layers
+        are in training mode, on some rank. All ranks call it."""
         scaler = self._replica.scaler_state()
         self.close()
         _check_of(self._model, self._optimizer)
@@ -715,7 +724,7 @@ class Step:
         self._replica.load_scaler_state(scaler)
 
     def _joined(self) -> Group:
-        """The ranks that the script has joined."""
+        """The group of the ranks in the script's process group."""
         size = _num_joined()
         if size == 1:
             _warn_of_ranks_apart()
@@ -726,13 +735,13 @@ class Step:
                 f" cuda:{torch.cuda.current_device()}: call torch.cuda.set_device first, since what"
                 " ranks tell each other goes by way of the current device."
             )
-        # What the kernel may refuse memory must not be refused any while it speaks to others.
+        # If the OS may refuse memory, allocations must not overlap with communication.
         overlaps = self._device.type != "cpu" or not (self._limited or is_limited())
         return Replicate((1.0,) * size, self._device, overlaps)
 
     def _check_alike(self, group: Group) -> None:
-        """Raises `InputError` if the ranks would not train the same: they would wait for each other in
-        vain, or add up what does not belong together."""
+        """Raises `InputError` if the ranks would not train the same way: they would wait for each other
+        forever, or sum gradients that do not match."""
         params = dict(self._model.named_parameters())
         shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in params.items()]
         frozen = [name for name, p in params.items() if not p.requires_grad]
@@ -760,16 +769,16 @@ class Step:
                     )
 
     def _first_plan(self, batch: Any) -> Plan | None:
-        """A plan for this rank's part; None if there is nothing in it."""
+        """A plan for this rank's part; None if it is empty."""
         size = 0 if batch is None else self._cutting.count(batch)
         if size:
             self._own, self._planned_for = self._untraced(batch, size), size
         return self._own
 
     def _untraced(self, batch: Any, num_samples: int) -> Plan:
-        """A plan for so many samples in one piece, or in micro-batches as asked for. What only a trace
-        finds is found by one: the layer whose logits a chunked loss leaves out, passes of a loss over
-        all samples."""
+        """A plan for `num_samples` samples in one piece, or in micro-batches of the requested size. A
+        trace is made only if needed: to find the layer whose logits a chunked loss omits, or for the
+        passes of a loss over all samples."""
         if self._wishes.chunked_loss or self._is_joint:
             return self._planned(batch, num_samples)
         size = min(self._wishes.micro_batch or num_samples, num_samples)
@@ -778,14 +787,14 @@ class Step:
             return untraced_plan(subject, self._where, self._wishes, size, limited=self._limited)
 
     def _plan_anew(self, engine: Transactions, batch: Any) -> None:
-        """Plan for larger batches, and follow that; all ranks do. `batch`: of this one, None if there
-        is nothing in it."""
+        """Plan for larger batches, and follow that plan; all ranks call it. `batch`: that of this rank,
+        or None if it is empty."""
         group = self._group
         if group.size == 1:
             self._plan_larger(engine, batch)
             return
         plans = group.exchange(together(group, lambda: self._larger_plan(batch)))
-        if plans != self._plans:  # else those that are to plan have no samples now
+        if plans != self._plans:  # else the ranks that should plan have no samples now
             self._plans = plans
             plan, total = _agreed_plan(group, plans)
             reason = "a batch was larger than what was planned for"
@@ -793,8 +802,8 @@ class Step:
             self._replica.expect(total)
 
     def _plan_larger(self, engine: Transactions, batch: Any) -> None:
-        """On one rank: follow a plan for a batch that is larger than those before. What is cut is cut
-        into more pieces of the same size; whether one piece still fits is tried anew."""
+        """On a single rank: follow a plan for a batch that is larger than all before. A batch that was
+        cut gets more pieces of the same size; whether one piece still fits is tried again."""
         own, size = self._own, self._largest
         assert own is not None
         before, self._planned_for = own.task.global_batch, size
@@ -814,29 +823,30 @@ class Step:
         self._replica.expect(size)
 
     def _larger_plan(self, batch: Any) -> Plan | None:
-        """A plan for this rank's largest part, if that has outgrown its plan; made by `batch`."""
+        """A plan for this rank's largest part, made from `batch`, if it has outgrown the current plan;
+        else the current plan."""
         is_old = (
             self._replica.is_outdated or self._normalising() != self._cut
-        )  # begins anew, and plans
+        )  # `_begin_anew` plans
         if batch is None or is_old or self._largest <= self._planned_for:
             return self._own
-        # Batches that become larger little by little are not planned for each time.
+        # Plan for twice the size, so that gradually growing batches do not need a new plan each time.
         self._planned_for = max(self._largest, 2 * self._planned_for)
         try:
-            with uncounted(), self._meter.aside():  # planning is no part of training
+            with uncounted(), self._meter.aside():  # planning does not count as training
                 plan = self._planned(batch, self._planned_for)
-        except (NoPlanFits, InputError):  # what there is has worked so far
+        except (NoPlanFits, InputError):  # the current plan has worked so far
             return self._own
         if self._own is None or self._own.prediction is None or plan.prediction is not None:
             self._own = plan
         return self._own
 
     def _planned(self, batch: Any, num_samples: int) -> Plan:
-        """A plan for so many samples like those in `batch`."""
+        """A plan for `num_samples` samples like those in `batch`."""
         most = self._wishes.micro_batch
         wishes = replace(self._wishes, micro_batch=most and min(most, num_samples))
         subject = self._subject(batch, num_samples)
-        with Borrowed():  # a loss that draws random numbers is traced too
+        with Borrowed():  # a traced loss may use random numbers
             plan = make_plan(subject, self._where, wishes, limited=self._limited)
         self._written |= subject.written
         return plan
@@ -866,13 +876,13 @@ class Step:
             chains=tuple(find_chains(model)),
             mlps=tuple(find_mlps(model, blocks)),
             compiled=kernel_choices.is_compiled(self._model),
-            # The others' parts are not known here: taken to be as large.
+            # The sizes of the other ranks' parts are unknown here, and assumed to be the same.
             compared=num_samples * self._group.size if self._is_joint else 0,
         )
 
     def report(self) -> str:
-        """The plan and what steps have used so far, in lines. Raises `InputError` before the first
-        call."""
+        """The plan and the memory that steps have used so far, as lines of text. Raises `InputError`
+        before the first call."""
         if self.plan is None or self._engine is None:
             raise InputError("there is no plan yet: it is made in the first call of Step.")
         lines = [*self.plan.explain(), ("measured peak", format_bytes(self._meter.peak_bytes()))]
@@ -894,7 +904,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class _Cutting:
-    """How batches are cut: the number of samples in one, and those from a first to an end."""
+    """How batches are cut: functions to count the samples of a batch, and to slice it from start to
+    stop."""
 
     count: Callable[[Any], int]
     cut: Callable[[Any, int, int], Any]
@@ -920,12 +931,13 @@ class _Pieces(Source):
         self._device = device
         self._ghost = ghost
         self._is_whole = is_whole
-        self._check = check  # raises where this rank cannot do the step
+        self._check = check  # raises if this rank cannot run the step
         self.ranges: Sequence[range] = ()
 
     @property
     def size(self) -> int:
-        """Number of samples; 0 where they cannot be counted: the step itself will tell why."""
+        """Number of samples; 0 if they cannot be counted, in which case the step itself raises the
+        error."""
         with suppress(DataError):
             return 0 if self._batch is None else self._cutting.count(self._batch)
         return 0
@@ -947,8 +959,8 @@ class _Pieces(Source):
         return sum(map(len, self.ranges))
 
     def once_more(self) -> Iterator[MicroBatch]:
-        """See `engine.Source`. The batch is the script's, and stays; what passes wrote to it before is
-        put back."""
+        """See `engine.Source`. The batch belongs to the script and is kept; changes that earlier passes
+        made to it are undone."""
         self._copies.put_back()
         self._copies.forget()
         ghost, whole = self._ghost, self.own_samples
@@ -975,7 +987,7 @@ class _Pieces(Source):
 
     @contextmanager
     def untouched_by_errors(self) -> Iterator[None]:
-        """Around the step: where an error ends it, the batch is as before."""
+        """Context manager for the step that restores the batch if an error ends it."""
         try:
             yield
         except BaseException:
@@ -993,7 +1005,8 @@ class _Pieces(Source):
 def _cut_batches(
     batches: Iterable[Any], device: torch.device, cutting: _Cutting, size: int
 ) -> Iterator[tuple[Any, int]]:
-    """`batches` on the device, in pieces of at most `size` samples, each with its number of them."""
+    """Yield `batches` on the device, in pieces of at most `size` samples, each with its number of
+    samples."""
     length, total = num_samples_of(batches), 0
     for batch in batches:
         whole = cutting.count(batch)
@@ -1006,7 +1019,7 @@ def _cut_batches(
 
 
 def _described(plan: Plan) -> str:
-    """`plan` in a few lines."""
+    """A summary of `plan` in a few lines."""
     budget = ""
     if plan.budget_bytes is not None:
         held = "enforced" if plan.enforced else "free"
@@ -1024,14 +1037,14 @@ def _described(plan: Plan) -> str:
 
 
 def _agreed_plan(group: Group, plans: Sequence[Plan | None]) -> tuple[Plan, int]:
-    """The plan for this rank, and the samples of all ranks. `plans`: by rank, each made by the samples
-    of that rank, or None.
+    """The plan for this rank, and the number of samples over all ranks. `plans`: by rank, each made
+    from the samples of that rank, or None.
 
-    What ranks do in a step need not be alike, but how often they can do it again must be: when memory
-    runs out on one, all take their next rung, and the ladder must end on all of them at once. So every
-    ladder is spelled out, and a shorter one repeats its leanest choice.
+    Ranks may run a step differently, but must be able to repeat it the same number of times: when
+    memory runs out on one, all move to their next rung, and all ladders must end at the same time. So
+    every ladder is written out in full, and a shorter one repeats its leanest choice.
 
-    Raises `InputError` if no rank had samples.
+    Raises `InputError` if no rank has samples.
     """
     first = next((plan for plan in plans if plan is not None), None)
     if first is None:
@@ -1052,7 +1065,7 @@ def _agreed_plan(group: Group, plans: Sequence[Plan | None]) -> tuple[Plan, int]
 
 
 def _ladder(plan: Plan) -> list[Choice]:
-    """All choices that `plan` would be followed by, to the leanest."""
+    """All choices that would follow that of `plan`, down to the leanest."""
     choices: list[Choice] = []
     while (leaner := plan.leaner()) is not None:
         plan = leaner
@@ -1061,13 +1074,13 @@ def _ladder(plan: Plan) -> list[Choice]:
 
 
 def _num_joined() -> int:
-    """The ranks of torch's process group; 1 where there is none."""
+    """Number of ranks in torch's process group; 1 if there is none."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _warn_of_ranks_apart() -> None:
-    """This Step trains by itself. Somebody may have started several processes that were to share it."""
-    with suppress(InputError):  # variables that contradict each other: nobody has gone by them
+    """Warn if several processes were started but not joined, since this Step then trains on its own."""
+    with suppress(InputError):  # contradictory variables, which are not used
         member = find()
         if member is not None and member.world_size > 1 and member.rank == 0:
             warnings.warn(
@@ -1079,7 +1092,7 @@ def _warn_of_ranks_apart() -> None:
 
 
 def _check_unwrapped(model: nn.Module) -> None:
-    """Raises `InputError` for a model that adds up its gradients itself."""
+    """Raises `InputError` for a model that sums its gradients itself, or that is sharded."""
     if isinstance(model, nn.DataParallel | DistributedDataParallel):
         raise InputError(
             f"the model is wrapped in {type(model).__name__}, which divides batches or adds up"
@@ -1093,8 +1106,8 @@ def _check_unwrapped(model: nn.Module) -> None:
 
 
 def _check_of(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raises `InputError` if `optimizer` trains nothing of `model`. It may train more: parameters of
-    the loss, or of another model."""
+    """Raises `InputError` if `optimizer` trains no parameter of `model`. It may train others too: those
+    of the loss, or of another model."""
     trained = list(parameters_in(optimizer.param_groups))
     if len(_beside(model, optimizer)) == len(trained):
         raise InputError(
@@ -1106,10 +1119,10 @@ def _check_of(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _beside(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
-    """What `optimizer` trains beside parameters of `model`."""
+    """The parameters that `optimizer` trains and that are not parameters of `model`."""
     own = set(model.parameters())
     return [param for param in parameters_in(optimizer.param_groups) if param not in own]
 
 
 def _nothing() -> None:
-    """The learning rate is the script's."""
+    """Does nothing: the script sets the learning rate."""

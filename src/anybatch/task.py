@@ -1,8 +1,9 @@
-"""Task and Loss: what to train. A task knows the mathematics and no hardware.
+"""Task and Loss: what to train. A task defines the mathematics and is independent of the hardware.
 
-Two runs of one task under different plans give the same update, so everything that changes the
-mathematics stands here (the global batch, the ghost batch of BatchNorm, clipping, the schedule) and
-nothing that does not (micro-batch, precision of compute, recompute, devices: see `plans`).
+Two runs of one task under different plans compute the same update. Everything that changes the
+mathematics is therefore in the task (the global batch, the ghost batch of BatchNorm, clipping, the
+schedule), and everything that does not is in the plan (micro-batch, precision of compute, recompute,
+devices: see `plans`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from anybatch.errors import InputError, listed
 from anybatch.metrics import Metrics
 
 Sum: TypeAlias = "tuple[Tensor | float, Tensor | float]"
-"""A sum and its weight: their quotient over any number of pieces is the exact mean."""
+"""A sum and its weight. Added up over any number of pieces, their quotient is the exact mean."""
 
 Parameters: TypeAlias = "list[Any]"
 """Parameters, or parameter groups as optimizers take them: `[{"params": [...], "lr": ...}, ...]`."""
@@ -37,22 +38,23 @@ Parameters: TypeAlias = "list[Any]"
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a loss function returns for one batch: a sum and the weight that it is a sum over.
+    """Return value of a loss function for one batch: a sum and its weight.
 
-    The update divides the summed gradient by the total weight of the global batch, so the cut into
-    micro-batches cannot change it. Return the *sum* of the per-sample (or per-token) losses, and how
-    many there were:
+    The update divides the summed gradient by the total weight of the global batch, so the result does
+    not depend on how the batch is cut into micro-batches. Return the *sum* of the per-sample (or
+    per-token) losses, and their number:
 
         F.cross_entropy(logits, targets, reduction="sum", ignore_index=-100),  (targets != -100).sum()
 
     Attributes:
-        sum: scalar tensor (shape `()`), floating, attached to the graph.
-        weight: number, or scalar tensor on any device (then it is not read before the step's end);
-            zero is allowed for a micro-batch without a single counted element, negative is not.
-        metrics: further sums worth reporting, by name: a number or scalar tensor (weighed by
-            `weight`), or a pair (sum, weight) of its own.
-        outputs: what else a `Step` is to hand out: tensors or lists with one entry for each sample, in
-            any nesting. `Outcome.outputs` has those of the whole batch, on the CPU.
+        sum: scalar floating-point tensor (shape `()`), attached to the graph.
+        weight: number, or scalar tensor on any device (a tensor is not read before the end of the
+            step). Zero is allowed, for a micro-batch without counted elements; a negative weight is
+            not.
+        metrics: additional sums to report, by name: a number or scalar tensor (weighted by `weight`),
+            or a pair (sum, weight) with a separate weight.
+        outputs: additional values for a `Step` to return: tensors or lists with one entry per sample,
+            in any nesting. `Outcome.outputs` has those of the whole batch, on the CPU.
     """
 
     sum: Tensor
@@ -63,27 +65,27 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class JointLoss:
-    """A loss that compares all samples of the global batch with each other, as contrastive losses do.
+    """A loss that compares all samples of the global batch with each other, such as a contrastive loss.
 
-    It is no sum over micro-batches. But it sees the samples only through what `encode` makes of them,
-    so the step can be cut all the same, exactly, on any number of ranks:
+    Such a loss is not a sum over micro-batches. But it depends on the samples only through the output
+    of `encode`, so the step can still be cut, exactly, on any number of ranks:
 
         JointLoss(
             encode=lambda model, batch: (model.image(batch[0]), model.text(batch[1])),
             compare=lambda model, pairs: clip_loss(*pairs, model.scale.exp()),
         )
 
-    `encode` must do the same with a sample whichever samples are beside it (BatchNorm is seen to, over
-    ghost batches). Called like a loss function it takes its batch for the whole.
+    `encode` must process each sample independently of the other samples (BatchNorm is supported, with
+    ghost batches). If called like a loss function, a `JointLoss` uses its batch as the global batch.
 
     Attributes:
-        encode: `(model, batch)` to a tensor, or any nesting of tensors, with the samples of the batch
-            in dim 0. What `compare` needs beside (labels, say) is handed on here.
-        compare: `(model, encoded)` to a `Loss`, or a plain mean, over all samples: those of all ranks,
-            in the order of the global batch. Parameters that it uses itself are trained as well. Every
-            rank calls it, so it must not draw at random.
+        encode: function from `(model, batch)` to a tensor, or any nesting of tensors, with the samples
+            of the batch in dim 0. Other inputs of `compare` (such as labels) are passed on here.
+        compare: function from `(model, encoded)` to a `Loss`, or a plain mean, over all samples: those
+            of all ranks, in the order of the global batch. Parameters that it uses itself are also
+            trained. Every rank calls it, so it must not use random numbers.
 
-    Raises `InputError` if one of the two is no function.
+    Raises `InputError` if `encode` or `compare` is not a function.
     """
 
     encode: Callable[[nn.Module, Any], Any]
@@ -100,17 +102,17 @@ class JointLoss:
     def __call__(
         self, model: nn.Module, batch: Any
     ) -> Loss | Tensor | tuple[Tensor, Tensor | float]:
-        """The loss of `batch`, as the whole global batch."""
+        """The loss of `batch`, used as the whole global batch."""
         return self.compare(model, self.encode(model, batch))
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where training stands when a step's learning rate is asked for.
+    """Progress of training when the learning rate of a step is computed.
 
-    `step`, `samples` and `tokens` count what is committed already (so 0 in step 1), over all ranks;
-    `total_steps` and `total_samples` are None for a stream of unknown length, `tokens` and
-    `total_tokens` where the global batch is not in `Tokens`.
+    `step`, `samples` and `tokens` count what is already committed (so 0 in step 1), over all ranks.
+    `total_steps` and `total_samples` are None for a stream of unknown length; `tokens` and
+    `total_tokens` are None if the global batch is not in `Tokens`.
     """
 
     step: int
@@ -123,8 +125,8 @@ class Progress:
 
     @property
     def fraction(self) -> float:
-        """The part of training that is done, 0 to 1, in tokens where the global batch is. Raises
-        `InputError` if the end is unknown."""
+        """The fraction of training that is done, 0 to 1, in tokens if the global batch is in tokens.
+        Raises `InputError` if the length of training is unknown."""
         if self.tokens is not None and self.total_tokens is not None:
             return min(1.0, self.tokens / max(1, self.total_tokens))
         if self.total_samples is None:
@@ -137,26 +139,26 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Grains:
-    """How the steps of a reproducible run are cut and added up, whatever runs them.
+    """How the steps of a reproducible run are cut and summed, independent of the plan.
 
-    A global batch is cut into grains, which are forward passes of one size, and grains that follow one
-    another make up parts. Gradients are added up grain by grain inside a part, and over the parts in a
-    fixed binary tree. A rank takes whole parts.
+    A global batch is cut into grains, which are forward passes of one size; consecutive grains form
+    parts. Gradients are summed grain by grain within a part, and over the parts in a fixed binary tree.
+    A rank takes whole parts.
 
     Attributes:
-        samples: per grain. None: a part's share of the global batch, at most 32; a multiple of the
-            ghost batch where the model has BatchNorm.
-        parts: of a full global batch, at most; as many ranks can have work. What a rank holds of sums
-            grows with the logarithm of how many parts it has.
+        samples: samples per grain. None: a part's share of the global batch, at most 32; a multiple of
+            the ghost batch if the model has BatchNorm.
+        parts: maximum number of parts in a full global batch; at most this many ranks have work. The
+            memory for sums on a rank grows with the logarithm of its number of parts.
     """
 
     samples: int | None = None
     parts: int = 8
 
     def cut(self, global_batch: int, ghost_batch: int | None) -> tuple[int, int]:
-        """Samples of a grain, and of a part.
+        """Number of samples in a grain, and in a part.
 
-        Raises `InputError` if grains of that size would cut ghost batches.
+        Raises `InputError` if grains of this size would cut ghost batches.
         """
         unit = min(ghost_batch or 1, global_batch)
         if self.samples is None:
@@ -179,12 +181,12 @@ _LARGEST_GRAIN = 32
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a task was loaded from, by which it can be loaded again.
+    """Where a task was loaded from, so that it can be loaded again.
 
     Attributes:
-        name: a recipe's name, or `FILE.py:function` with the whole path.
-        settings: arguments of the function as they are written; those that are paths are whole ones.
-        sha256: of the file's content, in hexadecimal; empty for a recipe.
+        name: a recipe's name, or `FILE.py:function` with the full path.
+        settings: arguments of the function, as text; paths are absolute.
+        sha256: checksum of the file, in hexadecimal; empty for a recipe.
     """
 
     name: str
@@ -216,67 +218,67 @@ _WHOLE_NUMBERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What to train. Raises `InputError`, naming every invalid field at once.
+    """Defines what to train. Raises one `InputError` that names all invalid fields.
 
     Attributes:
-        model: a module, or better a function that builds one: then it can be traced without
-            allocating its weights and built directly where it will live.
-        loss: `(model, batch) -> Loss`. A scalar tensor is taken as the plain mean over the samples
-            of the batch it was given and weighed by their number; `(sum, weight)` is a `Loss` too.
-            One that compares samples with each other is a `JointLoss`.
-        optimizer: parameters (or parameter groups, as `parameters` returns them) to an optimizer, or a
-            list of optimizers with parameters of their own (Muon for the matrices, AdamW for the rest).
-        train: map-style data set (with `__len__` and `__getitem__`, and `__getitems__` where it
-            has it), or an iterable one.
-        valid: held-out data set, evaluated at the end of each epoch (or every `evaluate_every`
-            steps), or None. A stream without a length that gives more samples than 100,000, and than
-            the whole training, is taken for one without an end, which is an error.
-        global_batch: samples per optimizer step, over all micro-batches and ranks; or `Tokens`, or a
-            `Ramp`, which grows.
+        model: a module, or preferably a function that builds one: it can then be traced without
+            allocating its weights, and built directly on its device.
+        loss: `(model, batch) -> Loss`. A scalar tensor is treated as the plain mean over the samples of
+            the batch and is weighted by their number; `(sum, weight)` is equivalent to a `Loss`. A loss
+            that compares samples with each other is a `JointLoss`.
+        optimizer: function from parameters (or parameter groups, as returned by `parameters`) to an
+            optimizer, or to a list of optimizers with separate parameters (Muon for the matrices, AdamW
+            for the rest).
+        train: map-style data set (with `__len__` and `__getitem__`, and optionally `__getitems__`), or
+            an iterable one.
+        valid: held-out data set, evaluated at the end of each epoch (or every `evaluate_every` steps),
+            or None. A stream without a length that yields more than 100,000 samples, and more than the
+            whole training, is considered endless, which is an error.
+        global_batch: samples per optimizer step, over all micro-batches and ranks; or `Tokens`; or a
+            `Ramp`, whose size changes during training.
         epochs, steps, samples: length of training; exactly one of them.
-        schedule: factor for the learning rate as a function of `Progress` (samples or steps), so it
-            does not depend on the number of ranks.
-        scheduler: instead of `schedule`: optimizer to a torch `LRScheduler`, stepped as
-            `scheduler_interval` says; a `ReduceLROnPlateau` after each evaluation (see `valid`), by its
-            loss.
-        scheduler_interval: `"epoch"` or `"step"`: whether the scheduler takes its step at the end of
-            each epoch or after each global step. To be given with any scheduler but
-            `ReduceLROnPlateau`.
-        parameters: module to parameter groups, where the optimizer's options differ among them;
-            default: all parameters that require a gradient.
-        clip_norm: largest 2-norm of the mean gradient of the global batch, or None.
-        collate: list of samples to batch; default torch's `default_collate`.
-        lengths: where samples differ in length (sequences that `collate` pads, say): that of each
-            training sample, by index, or a function from a data set (train or valid) to them. Then
-            micro-batches are cut by padded size, ranks take parts of equal total length, and the
-            samples of a global batch are put in order of length, longest first (not where the model
-            has BatchNorm; one in 16 is not where gradient noise is measured). The set of samples in a
-            global batch is the same. For map-style data only.
+        schedule: factor for the learning rate as a function of `Progress` (samples or steps), so that
+            it does not depend on the number of ranks.
+        scheduler: instead of `schedule`: function from the optimizer to a torch `LRScheduler`, which is
+            stepped according to `scheduler_interval`. A `ReduceLROnPlateau` is stepped after each
+            evaluation (see `valid`), with its loss.
+        scheduler_interval: `"epoch"` or `"step"`: whether the scheduler is stepped at the end of each
+            epoch or after each global step. Required for any scheduler except `ReduceLROnPlateau`.
+        parameters: function from the module to parameter groups, for optimizer options that differ
+            between groups; default: all parameters that require a gradient.
+        clip_norm: maximum 2-norm of the mean gradient of the global batch, or None.
+        collate: function from a list of samples to a batch; default: torch's `default_collate`.
+        lengths: for samples that differ in length (such as sequences that `collate` pads): the length
+            of each training sample, by index, or a function from a data set (train or valid) to the
+            lengths. Micro-batches are then cut by padded size, ranks take parts of equal total length,
+            and the samples of a global batch are sorted by length, longest first (not if the model has
+            BatchNorm; if gradient noise is measured, one in 16 is left unsorted). The set of samples in
+            a global batch stays the same. Only for map-style data.
         metrics: computed in evaluation: a function `(model, batch) -> {name: (sum, weight)}` for means,
-            a `Metrics` for what is no mean, or a list of these.
-        last: what to do with the samples left at the end of an epoch that do not fill a global batch:
-            `"keep"` them as a smaller batch (weighed exactly), `"drop"` them, or `"wrap"` the batch
+            a `Metrics` for values that are not means, or a list of these.
+        last: what to do with the samples at the end of an epoch that do not fill a global batch:
+            `"keep"` them as a smaller batch (weighted exactly), `"drop"` them, or `"wrap"` the batch
             into the next epoch.
-        shuffle: a new order each epoch, a function of (seed, epoch, number of samples) alone.
-        ghost_batch: samples over which BatchNorm computes its statistics in training. Belongs to the
-            task since it changes the result. None: 32 where the model has BatchNorm that is trained.
-            A part of the model that comes in evaluation mode, in a model that does not, stays in it,
-            and its BatchNorm keeps to its running statistics.
-        num_workers: processes that load samples; 0 loads in the training process. What they take is no
-            part of a CPU's budget.
-        bad_data: what to do about samples that cannot be loaded, or have a loss or a gradient that is
-            not finite: `"stop"` and name them, or `"skip"`: leave them out, tell so, and weigh the
-            others exactly. A step that is not finite though each of its samples is, is then left out
-            whole. Learning rates go by all samples, left out or not.
+        shuffle: use a new order in each epoch, which depends only on (seed, epoch, number of samples).
+        ghost_batch: number of samples over which BatchNorm computes its statistics in training. It is
+            part of the task since it changes the result. None: 32 if the model has BatchNorm that is
+            trained. If part of a model is given in evaluation mode, and the model itself is not, the
+            part stays in evaluation mode and its BatchNorm uses its running statistics.
+        num_workers: number of processes that load samples; 0 loads in the training process. Their
+            memory does not count toward a CPU budget.
+        bad_data: what to do about samples that cannot be loaded, or whose loss or gradient is not
+            finite: `"stop"` and name them, or `"skip"`: leave them out, report them, and weight the
+            others exactly. With `"skip"`, a step that is not finite although each of its samples is, is
+            left out as a whole. Learning rates depend on all samples, including those left out.
         evaluate_every: steps between evaluations; None: at the end of each epoch.
-        reproducible: the same run gives the same bits on any number of ranks, under any plan, and after
-            a restart: a step is cut in one way, see `Grains`, which also say how where they are given.
-            For whole models, with one thread per rank on a CPU.
-        tell: the trained module (in evaluation mode) to a text, a sample of what it makes, say. Called
-            at the end, on rank 0; the text is an event.
-        seed: of the order of samples, of initialisation and of dropout.
-        name: for reports.
-        origin: what it was loaded by, if it was by a name; a run remembers it.
+        reproducible: produce the same bits on any number of ranks, under any plan, and after a restart.
+            Steps are then always cut in the same way, which a `Grains` value specifies. Only for models
+            that are not sharded, with one thread per rank on a CPU.
+        tell: function from the trained module (in evaluation mode) to a text, such as a sample of its
+            output. Called at the end, on rank 0; the text is emitted as an event.
+        seed: seed for the order of samples, initialization and dropout.
+        name: name in reports.
+        origin: what the task was loaded from, if it was loaded by name; recorded with the run.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -312,27 +314,28 @@ class Task:
         for name in _WHOLE_NUMBERS:
             value = getattr(self, name)
             if isinstance(value, Integral) and not isinstance(value, bool):
-                object.__setattr__(self, name, int(value))  # NumPy's, say
+                object.__setattr__(self, name, int(value))  # such as NumPy's
         faults = list(_faults(self))
         if faults:
             raise InputError(f"the task {self.name!r} cannot be trained: {'; '.join(faults)}.")
 
     @property
     def grains(self) -> Grains | None:
-        """How steps are cut for a reproducible run; None: the plan is free to cut them."""
+        """How steps are cut in a reproducible run; None: the plan decides."""
         if isinstance(self.reproducible, Grains):
             return self.reproducible
         return Grains() if self.reproducible else None
 
     def build_model(self) -> nn.Module:
-        """The module to train, initialised under `seed`. Raises `InputError` if `model` is a function
-        that returns something else, or what it has kept of a trace."""
+        """Build the module to train, initialized under `seed`. Raises `InputError` if `model` is a
+        function that returns something other than a module, or a module that it cached during a
+        trace."""
         if isinstance(self.model, nn.Module):
             return self.checked_model(self.model)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = self.checked_model(self.model())
-        if detect_fake_mode() is not None:  # a model function that is traced builds by another task
+        if detect_fake_mode() is not None:  # called by the model function of a traced task
             return model
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
             if isinstance(tensor, FakeTensor):
@@ -345,8 +348,8 @@ class Task:
         return model
 
     def checked_model(self, model: object) -> nn.Module:
-        """`model` as it was given, or as the model function returned it. Raises `InputError` if it is
-        not a module, or some of its parameters have no shape yet."""
+        """Return `model`, as given or as returned by the model function. Raises `InputError` if it is
+        not a module, or if some of its parameters have no shape yet."""
         if not isinstance(model, nn.Module):
             raise InputError(
                 f"the model function of task {self.name!r} returned {_kind(model)}:"
@@ -356,9 +359,9 @@ class Task:
         return model
 
     def parameters_of(self, model: nn.Module) -> Parameters:
-        """What `optimizer` is given: the task's groups, or all parameters that require a gradient.
+        """The argument for `optimizer`: the task's groups, or all parameters that require a gradient.
 
-        Raises `InputError` if there is none.
+        Raises `InputError` if there are none.
         """
         if self.parameters is None:
             groups = [p for p in model.parameters() if p.requires_grad]
@@ -394,7 +397,7 @@ class Task:
 
 
 def _length(data: Any) -> int | None:
-    """Number of samples, or None for a stream: it may have a `__len__` that raises, too."""
+    """Number of samples, or None for a stream, which may also have a `__len__` that raises."""
     try:
         return len(data)
     except (TypeError, NotImplementedError):
@@ -402,7 +405,7 @@ def _length(data: Any) -> int | None:
 
 
 def several(metrics: MetricsOfTask | None) -> Sequence[MetricFunction | Metrics]:
-    """The metrics of a task, one by one."""
+    """The metrics of a task as a sequence."""
     if metrics is None:
         return ()
     if isinstance(metrics, list | tuple):
@@ -411,13 +414,13 @@ def several(metrics: MetricsOfTask | None) -> Sequence[MetricFunction | Metrics]
 
 
 def check_task(value: object) -> None:
-    """Raises `InputError` if `value` is no task."""
+    """Raises `InputError` if `value` is not a `Task`."""
     if not isinstance(value, Task):
         raise InputError(f"the task is {_kind(value)}: give an anybatch.Task.")
 
 
 def loss_fault(loss: object) -> str | None:
-    """What is wrong with a loss function, seen without calling it; None: nothing."""
+    """What is wrong with a loss function, as far as visible without calling it; None: nothing."""
     if not callable(loss):
         return f"loss is {_kind(loss)}; give a function of model and batch"
     if getattr(loss, "__module__", None) in ("torch.nn.modules.loss", "torch.nn.functional"):
@@ -430,8 +433,8 @@ def loss_fault(loss: object) -> str | None:
 
 
 def check_shapes(model: nn.Module, before: str) -> None:
-    """Raises `InputError` if a layer of `model` (`nn.LazyLinear`, say) has seen no input, which is to
-    be mended `before` something."""
+    """Raises `InputError` if a layer of `model` (such as `nn.LazyLinear`) has not seen an input yet.
+    `before` names what must not happen until it has."""
     for name, layer in model.named_modules():
         own = chain(layer.parameters(recurse=False), layer.buffers(recurse=False))
         if any(map(is_lazy, own)):
@@ -535,16 +538,17 @@ _CALLED_WITH = {
     "collate": ("samples",),
     "tell": ("model",),
 }
-"""What each function of a task is given."""
+"""The arguments with which each function of a task is called."""
 
 
 def _cannot_be_called(name: str, value: Any, given: Sequence[str]) -> Iterable[str]:
-    """A sentence if `value`, the function or class called `name`, does not take what it is given."""
+    """Yield a sentence if `value`, the function or class called `name`, cannot be called with
+    `given`."""
     if not callable(value) or (name == "model" and isinstance(value, nn.Module)):
         return
     try:
         signature = inspect.signature(value)
-    except (TypeError, ValueError):  # it does not say
+    except (TypeError, ValueError):  # no signature available
         return
     try:
         signature.bind(*given)
@@ -647,7 +651,8 @@ def _batch_faults(task: Task) -> Iterable[str]:
 
 
 def lengths_for(task: Task) -> Sequence[int] | Callable[[Any], Sequence[int]] | None:
-    """Of the training samples, where the global batch is in tokens and they are given."""
+    """The lengths of the training samples, or a function that returns them, if the global batch is in
+    tokens; None if it is not or no lengths are given."""
     unit = tokens_of(task.global_batch)
     if unit is None or unit.of is not None:
         return None if unit is None else unit.of

@@ -1,7 +1,7 @@
-"""Bytes and seconds: read them as people write them, print them as people read them.
+"""Bytes and seconds: parsing of the forms that people write, and formatting for display.
 
-Sizes follow the standard prefixes: KiB, MiB, GiB, TiB are powers of 1024; kB, MB, GB, TB powers of
-1000. A bare K, M, G or T means the power of 1024, as in the tools that report device memory.
+Sizes follow the standard prefixes: KiB, MiB, GiB, TiB are powers of 1024; kB, MB, GB, TB are powers of
+1000. A bare K, M, G or T means the power of 1024, as in tools that report device memory.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def check_count(value: object, name: str, least: int = 1) -> None:
 
 
 def parse_count(text: str, name: str) -> int:
-    """The whole number written as `text`: `"4096"`, `"512K"` (of 1024, as for bytes), `"1.5M"`.
+    """The whole number written as `text`: `"4096"`, `"512K"` (K is 1024, as for bytes), `"1.5M"`.
 
-    Raises `InputError` naming `name` and the value if it is not a number of at least 1.
+    Raises `InputError` naming `name` and the value if it is not a whole number of at least 1.
     """
     match = _SIZE.fullmatch(text)
     factor = {"": 1, **_BINARY}.get(match["unit"].upper()) if match else None
@@ -93,7 +93,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """`bytes_per_second` in the units of networks, powers of 1000: `117 MB/s`, `1.31 GB/s`."""
+    """`bytes_per_second` in the units of network speeds, powers of 1000: `117 MB/s`, `1.31 GB/s`."""
     return f"{_prefixed(bytes_per_second, 1000, ('kB', 'MB', 'GB', 'TB'))}/s"
 
 
@@ -111,7 +111,7 @@ def _prefixed(num_bytes: float, factor: int, prefixes: tuple[str, ...]) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`seconds` as a person says it: `350 us`, `4.2 ms`, `1.3 s`, `2 min 05 s`, `1 h 02 min`."""
+    """`seconds` in readable units: `350 us`, `4.2 ms`, `1.3 s`, `2 min 05 s`, `1 h 02 min`."""
     if seconds < 0:
         return f"-{format_seconds(-seconds)}"
     for limit, factor, unit in ((9.995e-4, 1e6, "us"), (0.9995, 1e3, "ms"), (59.95, 1.0, "s")):

@@ -1,7 +1,7 @@
-"""Catalogue: what the makers say of devices that need not be here.
+"""Catalogue: vendor specifications of devices that need not be present.
 
-rows     the devices: memory, rates, links, and the documents they stand in
-names    which of them a person or a driver means
+rows     the devices: memory, rates, links, and the source documents
+names    lookup of the device that a person or a driver means
 """
 
 from anybatch.catalogue.names import find as find

@@ -1,7 +1,7 @@
-"""Names: which row of the catalogue a person or a driver means.
+"""Names: lookup of the catalogue row that a person or a driver means.
 
-A letter more or less is another device (an L40 has half the rate of an L40S, a 4070 Ti is no 4070), so
-a name is a set of words, and words count only as wholes.
+One letter more or less means another device (an L40 has half the rate of an L40S, a 4070 Ti is not a
+4070), so a name is a set of words, and only whole words match.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from string import ascii_lowercase
 from anybatch.catalogue.rows import MODELS, Model
 from anybatch.errors import InputError
 
-# Makers and brands, and what memory and modules are made of: they tell no device from another.
+# Vendors, brands, memory types and module types: words that do not distinguish devices.
 _SAYS_NOTHING = re.compile(
     r"nvidia|geforce|tesla|rtx|amd|instinct|radeon|rx|sxm\d?|hbm\d?e?|oam|ac"
     r"|blackwell|workstation|edition|generation"
@@ -23,10 +23,10 @@ _SHOWN = 6
 
 
 def find(name: str) -> Model:
-    """The device called `name`, however it is written: `h100-80gb`, `H100 80GB`, `RTX 4090`, `4090`.
-    The memory may be left out, and other words too, where that leaves a single device.
+    """The device called `name`, in any common spelling: `h100-80gb`, `H100 80GB`, `RTX 4090`, `4090`.
+    The memory size and other words may be omitted if the rest identifies a single device.
 
-    Raises `InputError`, with the closest names, if there is none or more than one.
+    Raises `InputError`, listing the closest names, if no device or more than one matches.
     """
     meant = _meant(name)
     if len(meant) == 1:
@@ -48,15 +48,16 @@ def find(name: str) -> Model:
 
 
 def knows(name: str) -> bool:
-    """Whether `name` means a device of the catalogue, or several."""
+    """Whether `name` matches one or more devices in the catalogue."""
     return bool(_meant(name))
 
 
 def recognise(reported: str, total_bytes: int) -> Model | None:
-    """The device that a driver reports as `reported` (`"NVIDIA A100-SXM4-80GB"`), or None: words that
-    a row has not, such as those of a laptop's GPU or of a part of one (MIG), make it another device.
+    """The device that a driver reports as `reported` (`"NVIDIA A100-SXM4-80GB"`), or None. Words that
+    are not in the row's name, such as those of a laptop GPU or of a partition (MIG), mean another
+    device.
 
-    Of several that differ in memory, the one whose memory is closest to `total_bytes`.
+    Of several that differ in memory, returns the one whose memory is closest to `total_bytes`.
     """
     words = _without_size(_words(reported))
     alike = [model for model in MODELS.values() if _without_size(_words(model.name)) == words]
@@ -66,10 +67,10 @@ def recognise(reported: str, total_bytes: int) -> Model | None:
 
 
 def _meant(name: str) -> list[str]:
-    """The rows that have just these words; or these and a size; or these and more."""
+    """The rows with exactly these words; or else these and a size; or else these and any others."""
     words = _words(name)
     if not _without_size(words):
-        return []  # a size is no name
+        return []  # a size alone is not a name
     rows = {model: _words(model) for model in MODELS}
     return (
         [model for model, its in rows.items() if its == words]
@@ -79,10 +80,10 @@ def _meant(name: str) -> list[str]:
 
 
 def _words(name: str) -> frozenset[str]:
-    """What tells a device from others: `RTX 4070Ti SUPER` is `4070`, `ti` and `super`. A number of up
-    to three digits is a size, `40gb`."""
+    """The words that distinguish a device: for `RTX 4070Ti SUPER`, these are `4070`, `ti` and `super`.
+    A number of up to three digits is a size, `40gb`."""
     text = name.lower().replace("_", " ")
-    text = re.sub(r"titan[\s-]*rtx", "titanrtx", text)  # there are others
+    text = re.sub(r"titan[\s-]*rtx", "titanrtx", text)  # other TITANs exist
     text = re.sub(r"(rtx|rx)(?=[a-z]?\d)", r"\1 ", text)
     text = re.sub(r"(?<=\d)(?=sxm|pcie|nvl)", " ", text)
     text = re.sub(r"(?<=\d{4})(?=(ti|super|xtx?|d)(super)?\b)|(?<=ti)(?=super)", " ", text)
@@ -96,7 +97,7 @@ def _without_size(words: frozenset[str]) -> frozenset[str]:
 
 
 def _close(name: str) -> list[str]:
-    """Names that resemble `name` and begin with the same letters, the closest first."""
+    """Names that resemble `name` and begin with the same letters, closest first."""
     key = "-".join(re.findall(r"[a-z0-9]+", name.lower()))
     family = _letters(key)
     same = [model for model in MODELS if not family or _letters(model) == family]

@@ -1,8 +1,8 @@
-"""Rows: one device each, with the document that its figures were taken from.
+"""Rows: one per device, with the source of its figures.
 
-The figures are those of data sheets, product pages and architecture papers: matrix rates without
-sparsity, and for half precision with sums in float32, as torch computes. They are ceilings, not
-promises; what is made of them stands in `estimate`.
+Figures are from data sheets, product pages and architecture papers: matrix rates without sparsity, and
+for half precision with float32 accumulation, as torch computes. They are upper bounds; `estimate`
+defines how they are used.
 """
 
 from __future__ import annotations
@@ -12,29 +12,31 @@ from dataclasses import dataclass
 _TERA, _GIGA, _GIB = 10**12, 10**9, 1 << 30
 
 _KEPT_BY_DRIVER = 0.025
-"""Of the memory on the sheet, torch reports 0.5% (data centre) to 2.3% (GeForce) less."""
+"""Fraction of the nominal memory that is not available: torch reports 0.5% (data center) to 2.3%
+(GeForce) less."""
 
 _KEPT_BY_ECC = 1 / 16
-"""What error correction takes where it has no memory of its own (GDDR6 of data-centre cards)."""
+"""Fraction of the memory that error correction uses if it has no dedicated memory (GDDR6 of data center
+cards)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One device as its maker describes it.
+    """Vendor specification of one device.
 
     Attributes:
-        name: in the catalogue. Its words, parted by hyphens, tell it from every other.
-        maker_name: what a person calls it.
-        memory_gib: as sold.
-        inline_ecc: error correction takes its share of the memory.
+        name: name in the catalogue. Its words, separated by hyphens, distinguish it from all others.
+        maker_name: product name.
+        memory_gib: nominal memory.
+        inline_ecc: whether error correction uses part of the memory.
         fp32, tf32, half: dense matrix rates in floating-point operations per second: float32 without
-            tensor cores, TensorFloat-32 (0: it has none), float16, and bfloat16 where the device has
-            it.
+            tensor cores, TensorFloat-32 (0: not supported), float16, and bfloat16 if the device
+            supports it.
         memory_bandwidth: bytes per second.
-        link: what joins several of them.
-        link_bandwidth: bytes per second in each direction, of one device to all others.
-        capability: CUDA's compute capability, or ROCm's architecture.
-        source: the document.
+        link: type of the interconnect.
+        link_bandwidth: bytes per second in each direction, from one device to all others.
+        capability: CUDA compute capability, or ROCm architecture.
+        source: source document.
     """
 
     name: str
@@ -52,12 +54,13 @@ class Model:
 
     @property
     def usable_bytes(self) -> int:
-        """Memory that a program can have: without what driver and error correction keep."""
+        """Memory available to a program, without what the driver and error correction use."""
         kept = (1 - _KEPT_BY_DRIVER) * (1 - _KEPT_BY_ECC if self.inline_ecc else 1)
         return int(self.memory_gib * _GIB * kept)
 
 
-# Links, one direction. PCIe of sixteen lanes; NVLink as on the sheet, halved (sheets add both ways).
+# Links, in one direction. PCIe has 16 lanes unless noted; NVLink is half the data sheet's value, which
+# adds both directions.
 _PCIE3, _PCIE4, _PCIE5 = ("PCIe 3 x16", 16), ("PCIe 4 x16", 32), ("PCIe 5 x16", 64)
 _PCIE4_8, _PCIE5_8 = ("PCIe 4 x8", 16), ("PCIe 5 x8", 32)
 _NVLINK2, _NVLINK3 = ("NVLink 2", 150), ("NVLink 3", 300)
@@ -85,7 +88,7 @@ def _row(
     *,
     ecc: bool = False,
 ) -> Model:
-    """A row in the units of the sheets: TFLOP/s (fp32, tf32, half), GB/s, GB/s."""
+    """A row in the units of data sheets: rates in TFLOP/s (fp32, tf32, half), bandwidths in GB/s."""
     fp32, tf32, half = (rate * _TERA for rate in rates)
     return Model(
         name=name,
@@ -116,10 +119,10 @@ def _card(
     full: bool = False,
     ecc: bool = False,
 ) -> Model:
-    """A row of a graphics card, whose sheet gives its cores and their clock: each multiplies and adds
-    once a cycle. The rates of tensor cores relative to that are those of the architecture's paper.
-    With sums in float32 those of GeForce, and of some cards of data centres, are half of what the
-    others (`full`) have."""
+    """A row for a graphics card whose data sheet gives its cores and their clock: each core does one
+    multiply-add per cycle. The ratio of the tensor core rates to that is from the architecture's white
+    paper. With float32 accumulation, the rates of GeForce and of some data center cards are half of
+    those of the others (`full`)."""
     fp32 = 2 * cores * boost_mhz * 1e-6
     tf32, half = (0, 4) if capability == _TURING else (1, 2)
     rates = fp32, (1 + full) * tf32 * fp32, (1 + full) * half * fp32
@@ -131,14 +134,14 @@ def _sheet(device: str) -> str:
     return f"{device} data sheet"
 
 
-# Guides of a maker of servers.
+# Product guides of a server vendor.
 _LENOVO_A800 = "Lenovo Press LP1813, ThinkSystem NVIDIA A800 PCIe GPU (product guide)"
 _LENOVO_H800 = "Lenovo Press LP1814, ThinkSystem NVIDIA H800 PCIe Gen5 GPU (product guide)"
 
 
 # fmt: off
 _ROWS = (
-    # Desks: GiB, cores, boost clock in MHz, GB/s
+    # Desktop: GiB, cores, boost clock in MHz, GB/s
     _card("rtx-2080", "GeForce RTX 2080", 8, 2944, 1710, 448, _PCIE3, _TURING),
     _card("rtx-2080-super", "GeForce RTX 2080 SUPER", 8, 3072, 1815, 496, _PCIE3, _TURING),
     _card("rtx-2080ti", "GeForce RTX 2080 Ti", 11, 4352, 1545, 616, _PCIE3, _TURING),
@@ -172,7 +175,7 @@ _ROWS = (
     _card("rtx-5090", "GeForce RTX 5090", 32, 21760, 2407, 1792, _PCIE5, _BLACKWELL),
     _row("rx-7900xtx", "Radeon RX 7900 XTX", 24, (61.4, 0, 122.8), 960, _PCIE4, "gfx1100",
          "AMD Radeon RX 7900 XTX product page"),
-    # Workstations
+    # Workstation
     _card("quadro-rtx-6000", "Quadro RTX 6000", 24, 4608, 1770, 672, _PCIE3, _TURING, full=True),
     _card("quadro-rtx-8000", "Quadro RTX 8000", 48, 4608, 1770, 672, _PCIE3, _TURING, full=True),
     _card("rtx-a4000", "RTX A4000", 16, 6144, 1560, 448, _PCIE4, _AMPERE, full=True),
@@ -187,7 +190,7 @@ _ROWS = (
           _PCIE5, _BLACKWELL, full=True),
     _row("pro-w7900", "Radeon PRO W7900", 48, (61.3, 0, 122.6), 864, _PCIE4, "gfx1100",
          "AMD Radeon PRO W7900 product page"),
-    # Data centres: GiB, TFLOP/s in float32, TensorFloat-32 and half precision, GB/s
+    # Data center: GiB, TFLOP/s in float32, TensorFloat-32 and half precision, GB/s
     _row("t4", "Tesla T4", 16, (8.1, 0, 65), 320, _PCIE3, "7.5", _sheet("NVIDIA T4"), ecc=True),
     _row("v100-16gb", "Tesla V100 SXM2", 16, (15.7, 0, 125), 900, _NVLINK2, "7.0",
          _sheet("NVIDIA V100")),
@@ -236,9 +239,9 @@ _ROWS = (
          _sheet("NVIDIA GH200")),
     _row("gh200-144gb", "GH200", 144, (67, 494.7, 989.4), 4900, _NVLINK4, "9.0",
          _sheet("NVIDIA GH200")),
-    # The B200 and the GB200 from sheets of whole systems, divided: earlier ones of the B200 say 80
-    # TFLOP/s, 192 GB and 8 TB/s. The sheet of Blackwell Ultra has its two by the device: of the 288 GB
-    # that its stacks hold, 270 and 279 can be used.
+    # B200 and GB200: from data sheets of whole systems, divided by the number of devices; earlier
+    # sheets of the B200 give 80 TFLOP/s, 192 GB and 8 TB/s. The Blackwell Ultra data sheet gives the
+    # figures of its two products per device: of the 288 GB of memory, 270 and 279 are usable.
     _row("b200", "B200", 180, (75, 1125, 2250), 7700, _NVLINK5, "10.0", _sheet("NVIDIA HGX B200")),
     _row("gb200", "GB200", 186, (80, 1250, 2500), 8000, _NVLINK5, "10.0",
          _sheet("NVIDIA GB200 NVL72")),
@@ -246,7 +249,7 @@ _ROWS = (
          _sheet("NVIDIA Blackwell Ultra")),
     _row("gb300", "GB300", 279, (80, 1250, 2500), 8000, _NVLINK5, "10.3",
          _sheet("NVIDIA Blackwell Ultra")),
-    # ROCm calls its devices cuda, too. An MI250X is two devices to torch; this is one of them.
+    # ROCm devices are also named cuda. torch sees an MI250X as two devices; this is one of them.
     _row("mi210", "Instinct MI210", 64, (45.3, 0, 181), 1638, ("Infinity Fabric", 150), "gfx90a",
          _sheet("AMD Instinct MI210")),
     _row("mi250x", "Instinct MI250X, one of its two dies", 64, (47.9, 0, 191.5), 1638,

@@ -1,4 +1,4 @@
-"""What a plan does to a model, and the arithmetic of one step on one device."""
+"""Applies a plan to a model and computes a training step on one device."""
 
 from anybatch.compute.along_sequence import find_mlps as find_mlps
 from anybatch.compute.blocks import find_blocks as find_blocks

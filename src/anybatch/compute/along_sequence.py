@@ -1,15 +1,16 @@
-"""MLPs, run in tiles along the sequence.
+"""Tiled MLPs: MLPs that run in tiles along the sequence dimension.
 
-What an MLP keeps for backward is several times as wide as its input. It treats positions of a sequence
-alike and apart from each other, so it can run on a few of them at a time, each tile a checkpoint: then
-backward holds what belongs to one tile. The same is known as a tiled MLP (Bekman et al. 2025, "Arctic
-Long Sequence Training").
+The activations that an MLP saves for backward are several times as wide as its input. An MLP applies
+the same computation to each position of a sequence independently, so it can run on a few positions at a
+time, with each tile checkpointed: backward then holds the activations of one tile. The technique is
+known as a tiled MLP (Bekman et al. 2025, "Arctic Long Sequence Training").
 
     x    |  x1  |  x2  |  x3  |  x4  |
-            |      |      |      |          each tile by itself
+            |      |      |      |          each tile runs separately
     y    |  y1  |  y2  |  y3  |  y4  |
 
-Attention needs no tiles of its own: torch's kernels for `scaled_dot_product_attention` hold no scores.
+Attention does not need tiles: torch's kernels for `scaled_dot_product_attention` do not materialize the
+scores.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ NUM_TILES = 8
 
 _aten = torch.ops.aten
 PRODUCTS = {_aten.mm.default, _aten.addmm.default}
-"""With a weight, after leading dims were made one."""
+"""With a weight, after the leading dims have been flattened into one."""
 _ALIKE = {
     *PRODUCTS,
     torch.ops.prim.device.default,
@@ -46,12 +47,14 @@ _ALIKE = {
     _aten.glu.default,
 }
 _BY_DIM = {_aten.split.Tensor: 2, _aten.slice.Tensor: 1}
-"""Where their argument `dim` stands: alike if it is the last one."""
+"""Index of the argument `dim`: positions are independent if it is the last dim."""
 
 
 def find_mlps(model: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """The names of modules inside `blocks` that may be MLPs: with at least two layers that have a
-    matrix, and nothing that keeps or draws. Whether they treat positions alike only a pass tells."""
+    """Return the names of the modules inside `blocks` that may be MLPs.
+
+    These have at least two layers with a matrix, and neither buffers, active dropout nor forward hooks.
+    Whether they compute positions independently is known only after a forward pass."""
     found: list[str] = []
     for block in blocks:
         prefix = "" if block == "." else f"{block}."
@@ -72,7 +75,7 @@ def _may_be_mlp(module: nn.Module) -> bool:
 
 
 def treats_alike(func: Any, args: Sequence[Any]) -> bool:
-    """Whether an operation computes each position of a sequence by itself, whichever it is."""
+    """Whether an operation computes each position of a sequence independently and in the same way."""
     if torch.Tag.nondeterministic_seeded in func.tags:
         return False
     if func in _BY_DIM:
@@ -83,20 +86,20 @@ def treats_alike(func: Any, args: Sequence[Any]) -> bool:
 
 
 def is_sequence(args: Sequence[Any], kwargs: Any) -> bool:
-    """Whether a module was given one tensor of shape (..., T, features), B and T of them, and nothing
-    else."""
+    """Whether a module was called with a single argument, a tensor of shape (..., T, features) with at
+    least one leading dim."""
     return len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dim() > 2
 
 
 class NotTileable(InputError):
-    """A module that is run in tiles does not compute each position by itself."""
+    """Raised for a module that is run in tiles and does not compute positions independently."""
 
 
 @final
 class Tiled:
-    """The `forward` of an MLP, in tiles of the positions of all samples.
+    """The `forward` of an MLP, run in tiles over the positions of all samples.
 
-    Raises `NotTileable` when it is called if the module does not treat positions alike.
+    A call raises `NotTileable` if the module does not compute each position independently.
     """
 
     def __init__(self, name: str, run: Callable[..., Any]) -> None:
@@ -109,8 +112,8 @@ class Tiled:
             return self._run(*args, **kwargs)
         (whole,) = args
         rows = whole.flatten(0, -2)
-        # With as many dims as before, whose sizes the module may ask for; contiguous, so that products
-        # with a weight are those of two matrices.
+        # The number of dims is kept, since the module may unpack the shape. Tiles are contiguous, so
+        # that products with a weight are products of two matrices.
         dims = [1] * (whole.dim() - 2)
         given = [tile.view(*dims, *tile.shape) for tile in rows.split(-(-len(rows) // NUM_TILES))]
         tiles = list(self._tiles(given))
@@ -143,7 +146,7 @@ class Tiled:
 
 
 class _Checking(TorchDispatchMode):
-    """Runs operations, and notes one that does not treat positions alike."""
+    """Runs operations, and records the first one that does not compute positions independently."""
 
     def __init__(self) -> None:
         super().__init__()

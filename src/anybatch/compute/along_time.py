@@ -1,11 +1,11 @@
-"""Recurrent layers, recomputed in pieces of time.
+"""Recomputation of recurrent layers in pieces along time.
 
-What a recurrent layer keeps for backward grows with the length T of its sequences. Cut into pieces of
-sqrt(T) steps, each a checkpoint, it keeps the states between pieces, and of one piece at a time what
-backward needs: O(sqrt(T)) in place of O(T), for one more forward pass (Chen et al. 2016, "Training Deep
-Nets with Sublinear Memory Cost").
+The activations that a recurrent layer saves for backward grow with the sequence length T. If sequences
+are split into pieces of sqrt(T) steps, each checkpointed, the layer saves only the states between
+pieces and, in backward, the activations of one piece at a time: O(sqrt(T)) memory instead of O(T), at
+the cost of one more forward pass (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
 
-    x    |  x1  |  x2  |  x3  |        each piece starts from the state at the end of the last one
+    x    |  x1  |  x2  |  x3  |        each piece starts from the final state of the previous one
     state 0 --> 1 ---> 2 ---> 3
 """
 
@@ -19,20 +19,21 @@ import torch
 from torch import Tensor, nn
 
 Checkpoint = Callable[..., Any]
-"""(function, *arguments) -> result of the function, which backward runs again."""
+"""(function, *arguments) -> result of the function, which is run again in backward."""
 
 
 def find_recurrent(model: nn.Module) -> Iterator[str]:
-    """The names of the layers of `model` that can be cut along time."""
+    """Yield the names of the layers of `model` that can be split along time."""
     for name, module in model.named_modules():
         if is_cut_along_time(module):
             yield name or "."
 
 
 def is_cut_along_time(module: nn.Module) -> bool:
-    """Whether `module` is a recurrent layer of torch whose pieces compute what the whole does: not one
-    that reads sequences backwards, too. Where it drops at random between layers, pieces would draw in
-    another order."""
+    """Whether `module` is a recurrent layer of torch that computes the same result in pieces.
+
+    Bidirectional layers do not, since they also read sequences backwards. Neither do layers with
+    dropout between them, since pieces would draw random numbers in a different order."""
     return (
         isinstance(module, nn.RNNBase)
         and not module.bidirectional
@@ -43,14 +44,14 @@ def is_cut_along_time(module: nn.Module) -> bool:
 def run_along_time(
     layer: nn.RNNBase, run: Callable[..., Any], recomputed: Checkpoint, args: Any, kwargs: Any
 ) -> Any:
-    """`run(*args, **kwargs)`, the forward of `layer`, in pieces that are each `recomputed`.
+    """Call `run(*args, **kwargs)`, the forward of `layer`, in pieces along time, each `recomputed`.
 
     Args:
-        layer: see `is_cut_along_time`.
+        layer: see `is_cut_along_time`; any other layer runs in one piece.
         run: (input, state) -> (output, state).
-        recomputed: makes a checkpoint of one piece.
-        args, kwargs: sequences of shape (T, B, F), (B, T, F) or (T, F), and a state. A packed sequence
-            is one piece.
+        recomputed: runs one piece as a checkpoint.
+        args, kwargs: sequences of shape (T, B, F), (B, T, F) or (T, F), and optionally a state. A
+            packed sequence runs in one piece.
     """
     given = dict(zip(("input", "hx"), args, strict=False)) | kwargs
     sequence, state = given["input"], given.get("hx")

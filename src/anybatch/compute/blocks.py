@@ -1,7 +1,7 @@
-"""Which modules of a model are its blocks: the repeated parts that recompute and sharding work on.
+"""Finds the blocks of a model: the repeated parts that recompute and sharding operate on.
 
-A plan names blocks, so that a person can read and edit it. Names are those of `named_modules`; `*`
-matches any characters, and `"."` is the model itself.
+A plan refers to blocks by name, so that a person can read and edit it. Names are those of
+`named_modules`; `*` matches any characters, and `"."` is the model itself.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module of `model` by its name, which is `"."` for the model itself."""
+    """Return all modules of `model` by name; the name of the model itself is `"."`."""
     return {name or ROOT: module for name, module in model.named_modules()}
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """The names of the blocks of `model`, in order of definition.
+    """Return the names of the blocks of `model`, in order of definition.
 
-    A block is the largest module that repeats: a child of a list of modules (the layers of a
-    transformer, with the experts of a mixture inside, the residual blocks of a convolutional network),
-    or a sequence of plain layers. The model itself is never one; a single layer is not either, since
-    checkpointing it saves nothing.
+    A block is the largest module that repeats: a child of a module list (the layers of a transformer,
+    including the experts of a mixture; the residual blocks of a convolutional network), or a sequence
+    of plain layers. The model itself is never a block. Neither is a single layer, since checkpointing
+    it saves nothing.
     """
     return list(_blocks(model, prefix=""))
 
 
 def find_recomputable(model: nn.Module) -> list[str]:
-    """The blocks of `model`, and recurrent layers outside of them, which are recomputed in pieces of
-    time."""
+    """Return the names of the blocks of `model`, followed by those of recurrent layers outside of
+    blocks, which are recomputed in pieces along time."""
     blocks = find_blocks(model)
     return blocks + [
         name
@@ -46,8 +46,8 @@ def find_recomputable(model: nn.Module) -> list[str]:
 
 
 def find_chains(model: nn.Module) -> list[str]:
-    """The names of the longest `nn.Sequential` modules, none inside another: what can be recomputed
-    as a tree."""
+    """Return the names of the outermost `nn.Sequential` modules with more than two children. These can
+    be recomputed as a tree."""
     if isinstance(model, nn.Sequential) and len(model) > 2:
         return [ROOT]
     found: list[str] = []
@@ -59,16 +59,16 @@ def find_chains(model: nn.Module) -> list[str]:
 
 
 def match_blocks(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
-    """The modules that `patterns` name, by name, none of them inside another.
+    """Return the modules that match `patterns`, by name, without those inside another match.
 
-    Raises `InputError` for a pattern that matches no module, or a list of modules, which has no
-    forward pass of its own.
+    Raises `InputError` for a pattern that matches no module, or that matches a list of modules, which
+    has no forward pass.
     """
     modules = modules_of(model)
     matched: dict[str, nn.Module] = {}
     for pattern in patterns:
         names = [name for name in modules if fnmatchcase(name, pattern)]
-        # `*` crosses dots in fnmatch: of a module and the modules inside it, the outer one is meant.
+        # `*` also matches dots in fnmatch: keep the names at the depth of the pattern.
         names = [n for n in names if n == pattern or n.count(".") == pattern.count(".")]
         if not names:
             known = find_blocks(model) or [name for name, _ in model.named_children()] or [ROOT]
@@ -111,12 +111,12 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 def _are_experts(name: str) -> bool:
-    """Whether a list of this name holds the experts of a mixture, which run side by side in a block."""
+    """Whether a list with this name holds the experts of a mixture, which belong to a single block."""
     return "expert" in name.lower()
 
 
 def _holds_blocks(module: nn.Module) -> bool:
-    """Whether `module` is, or has inside, a list of blocks."""
+    """Whether `module` is or contains a list of blocks."""
     return any(
         _is_list_of_blocks(part) and not _are_experts(name.rpartition(".")[2])
         for name, part in module.named_modules()
@@ -124,9 +124,9 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 
 def _is_stage(module: nn.Module) -> bool:
-    """Whether `module`, which repeats, is a stage (of a hierarchical transformer, of a residual
-    network): a list of blocks, or one beside what joins it to the next. A list that lies deeper belongs
-    to a block."""
+    """Whether the repeated `module` is a stage of a hierarchical transformer or a residual network: a
+    list of blocks, or a module with such a list as a direct child, next to the layer that leads to the
+    next stage. A list at a deeper level belongs to a block."""
     return _is_list_of_blocks(module) or any(
         _is_list_of_blocks(child) and not _are_experts(name)
         for name, child in module.named_children()
@@ -134,7 +134,7 @@ def _is_stage(module: nn.Module) -> bool:
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
-    """Whether it is a list of modules that have parts of their own."""
+    """Whether `module` is a list in which at least two modules have children."""
     return (
         isinstance(module, _CONTAINERS)
         and sum(not _is_leaf(child) for child in module.children()) > 1

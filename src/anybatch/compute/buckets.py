@@ -1,17 +1,18 @@
-"""Buckets: gradients in flat storage, so that many ranks can add them up in few, large pieces.
+"""Gradient buckets: gradients in flat storage, so that ranks can sum them in few, large pieces.
 
-`param.grad` of every parameter that was reached is a view into a bucket; autograd adds to it in place.
-Buckets are filled from the last parameter to the first, the order in which backward makes gradients,
-so the first bucket is complete, and can cross the network, while backward still works on the others:
+`param.grad` of every parameter that backward has reached is a view into a bucket; autograd accumulates
+into it in place. Buckets are filled from the last parameter to the first, the order in which backward
+computes gradients, so the first bucket is complete and can be communicated while backward still
+computes the others:
 
     backward   | layer 4 | layer 3 | layer 2 | layer 1 |
     bucket 0   | ........ complete: its sum over the ranks begins
     bucket 1             | .................. complete
 
-Nothing is set to zero between steps: the first gradient of a step is written over what is left of the
-step before, and only what no pass has reached is cleared before it crosses. A parameter that no pass
-of the step used must not be updated (momentum and weight decay would move it), though its gradient
-here is zeros rather than None: `used` tells which ones were.
+Gradients are not zeroed between steps: the first gradient of a step overwrites that of the previous
+step, and only gradients that no pass has reached are zeroed before communication. A parameter that no
+pass of the step used must not be updated (momentum and weight decay would change it), although its
+gradient in the bucket is zeros rather than None. `used` records which parameters were used.
 """
 
 from __future__ import annotations
@@ -27,33 +28,33 @@ from torch import Tensor, nn
 from anybatch.errors import InputError
 
 FIRST_BYTES, BUCKET_BYTES, CPU_BUCKET_BYTES = 1 << 20, 25 << 20, 4 << 20
-"""The first bucket is small so that the sum over the ranks begins early; 1 and 25 MiB are what
-DistributedDataParallel found good (Li et al. 2020, "PyTorch Distributed", section 5.3). On gloo smaller
-buckets are faster, since several under way fill the cable in both directions
+"""The first bucket is small so that communication starts early; 1 and 25 MiB worked well for
+DistributedDataParallel (Li et al. 2020, "PyTorch Distributed", section 5.3). With gloo, smaller buckets
+are faster, since several buckets in flight use both directions of the network link
 (benchmarks/communication)."""
 
 _PIECE_BYTES = 4 << 20
 
-_ALIGNED = 64  # bytes: what vector instructions and kernels over many tensors like
+_ALIGNED = 64  # bytes: an alignment that suits vector instructions and multi-tensor kernels
 
 
 @final
 class Buckets:
-    """The gradients of `parameters`, as views into flat tensors. `close` gives the gradients back to
-    autograd.
+    """The gradients of `parameters`, as views into flat tensors. After `close`, autograd allocates
+    gradients itself.
 
     Args:
-        parameters: what the optimizer works on.
-        leaves: for a parameter that is a master copy, the one that autograd knows.
+        parameters: the parameters that the optimizer updates.
+        leaves: for each parameter that is a master copy, the parameter that autograd differentiates.
 
     Attributes:
         flats: the buckets, in the order in which they become complete; 1-D, one dtype each.
-        views: the place of each parameter's gradient, in its shape.
+        views: each parameter's gradient as a view into its bucket, in the parameter's shape.
         used: for each parameter, whether a backward pass has reached it since `drop`.
-        norms: 2-norms of the first buckets, as far as somebody computed them since `drop`.
-        own_norms: 2-norms of pieces that together are all gradients, from before buckets were given
-            away, where that was asked for; else empty.
-        late: whether a gradient was still added to after its bucket had been given away. It happens
+        norms: 2-norms of the first buckets, as far as `measure` has computed them since `drop`.
+        own_norms: 2-norms of pieces that together cover all gradients, computed before buckets are
+            handed over, if `giving` is called with `measured`; else empty.
+        late: whether a gradient was accumulated after its bucket had been handed over. This happens
             with reentrant checkpoints, where one backward pass reaches a parameter more than once.
     """
 
@@ -78,13 +79,13 @@ class Buckets:
         self._handles: list[Any] = []
         for i, param in enumerate(self._parameters):
             leaf = (leaves or {}).get(param, param)
-            if leaf is not param:  # its gradient is added to what the master has
+            if leaf is not param:  # its gradient is accumulated into that of the master
                 self._handles.append(leaf.register_hook(self._before(i)))
             self._handles.append(leaf.register_post_accumulate_grad_hook(self._hook(i)))
         self.drop()
 
     def drop(self) -> None:
-        """No gradients, none used."""
+        """Set all gradients to None, and mark all parameters as unused."""
         for param in self._parameters:
             param.grad = None
         self.used = [False] * len(self._parameters)
@@ -93,21 +94,21 @@ class Buckets:
         self.late = False
 
     def complete(self) -> None:
-        """Before buckets leave: zeros where no pass has written. Takes no memory."""
+        """Zero the gradients that no pass has written, before communication. Allocates no memory."""
         if not all(self.used):
             left = [view for view, used in zip(self.views, self.used, strict=True) if not used]
             torch._foreach_zero_(left)
 
     def measure(self, number: int) -> None:
-        """Compute the norm of bucket `number`, which holds sums over all ranks now. For the buckets in
-        their order: it is hidden behind the crossing of those that follow."""
+        """Compute the norm of bucket `number`, which now holds sums over all ranks. To be called for
+        the buckets in order: the computation overlaps with the communication of later buckets."""
         if number == len(self.norms) and self.flats[number].itemsize >= 4:
             self.norms.append(torch.linalg.vector_norm(self.flats[number]))
 
     @contextmanager
     def giving(self, give: Callable[[int], None], measured: bool = False) -> Iterator[None]:
-        """Around the last backward pass of a step: `give(number)` is called for each bucket as it
-        becomes complete, in their order. `measured`: it is the only one, and `own_norms` are wanted."""
+        """Context manager for the last backward pass of a step: calls `give(number)` for each bucket as
+        it becomes complete, in order. `measured`: it is the only pass, and `own_norms` are computed."""
 
         def measure(number: int) -> None:
             self.own_norms.append(norm_of([self.flats[number]], wide=True))
@@ -123,22 +124,22 @@ class Buckets:
             self.own_norms.append(norm_of(rest, wide=True))
 
     def _written_since(self, bucket: int) -> list[Tensor]:
-        """The gradients of the parameters that passes have reached, from that bucket on."""
+        """Return the gradients that passes have reached, from `bucket` on."""
         places = zip(self.views, self.used, self._bucket_of, strict=True)
         return [view for view, used, number in places if used and number >= bucket]
 
     def attach(self) -> None:
-        """What is in the buckets is the gradient of every parameter."""
+        """Set the gradient of every parameter to its view into the buckets."""
         self.drop_unused([True] * len(self._parameters))
 
     def drop_unused(self, used: Sequence[bool]) -> None:
-        """Let those parameters have a gradient, what is in the buckets, for which `used` holds: the
-        optimizer passes over the others, as in a plain loop."""
+        """Set the gradient of each parameter to its view if `used`, else to None, so that the optimizer
+        skips the parameter, as in a plain loop."""
         for param, view, kept in zip(self._parameters, self.views, used, strict=True):
             param.grad = view if kept else None
 
     def close(self) -> None:
-        """Give the gradients back to autograd."""
+        """Remove the hooks, and set all gradients to None."""
         for handle in self._handles:
             handle.remove()
         for param in self._parameters:
@@ -172,7 +173,7 @@ class Buckets:
         ]
         for i, param in enumerate(self._parameters):
             flat = self.flats[self._bucket_of[i]]
-            # In the layout of the parameter (channels last, say), which is what autograd makes too.
+            # With the strides of the parameter (channels-last, for example), as autograd allocates it.
             dense = torch.empty_like(param, device="meta").stride()
             self.views[i] = flat.as_strided(param.shape, dense, offsets[i])
 
@@ -190,7 +191,7 @@ class Buckets:
                 self.late = True
                 return
             self._missing[bucket] -= 1
-            # Strictly in order: all ranks must add up the same bucket at the same time.
+            # Strictly in order: all ranks must sum the same bucket at the same time.
             while self._given < len(self._missing) and self._missing[self._given] == 0:
                 self._given += 1
                 self._give(self._given - 1)
@@ -209,9 +210,9 @@ class Buckets:
     @staticmethod
     @torch.no_grad()
     def _take(param: nn.Parameter, view: Tensor) -> None:
-        """Move the gradient that autograd has put in a place of its own to `view`."""
+        """Copy the gradient that autograd has allocated to `view`."""
         made = param.grad
-        if made is None:  # a hook of the user's has taken it
+        if made is None:  # a hook of the user has removed it
             view.zero_()
         else:
             view.copy_(made.to_dense() if made.is_sparse else made)
@@ -220,9 +221,9 @@ class Buckets:
 
 @torch.no_grad()
 def norm_of(values: list[Tensor], wide: bool = False) -> Tensor:
-    """2-norm of all together; if `wide`, in float32 at least: that of sums in half precision may leave
-    their range. torch's `get_total_norm` sorts them by device and dtype first, which in a small model
-    takes longer than the norm."""
+    """2-norm of all `values` together. If `wide`, it is computed in float32 or wider, since the norm of
+    half-precision sums may overflow their dtype. torch's `get_total_norm` first groups tensors by
+    device and dtype, which takes longer than the norm in a small model."""
     kind = None
     if wide and any(value.itemsize < 4 for value in values):
         kind = reduce(torch.promote_types, {value.dtype for value in values}, torch.float32)
@@ -231,13 +232,13 @@ def norm_of(values: list[Tensor], wide: bool = False) -> Tensor:
 
 
 def piece_of(flat: Tensor, num_ranks: int) -> int:
-    """Elements of a bucket that each rank adds up at a time, where ranks do that by themselves: what
-    waits for it takes memory."""
+    """Number of elements of a bucket that each rank sums at a time, where ranks compute the sums
+    themselves. It is limited because elements that wait to be summed take memory."""
     return max(1, min(_PIECE_BYTES // flat.itemsize, -(-len(flat) // num_ranks)))
 
 
 def check_dense(model: nn.Module) -> None:
-    """Raises `InputError` if a module of `model` makes sparse gradients, which have no place in a
+    """Raises `InputError` if a module of `model` produces sparse gradients, which cannot be stored in a
     bucket."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
@@ -248,7 +249,7 @@ def check_dense(model: nn.Module) -> None:
 
 
 def check_divisible(model: nn.Module) -> None:
-    """Raises `InputError` if the parameters of `model`, which may be fake, cannot be divided."""
+    """Raises `InputError` if the parameters of `model`, which may be fake, cannot be sharded."""
     check_dense(model)
     for name, param in model.named_parameters():
         if param.dim() == 0:

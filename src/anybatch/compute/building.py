@@ -1,4 +1,4 @@
-"""What a user's functions built: placed on a device, and checked before anything is done with it."""
+"""Moves models and optimizers built by user functions to a device, and checks them before use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from anybatch.task import Task, parameters_in
 
 
 def place(model: nn.Module, device: torch.device) -> nn.Module:
-    """`model` on `device`. Raises `InputError` if its parameters are on several devices."""
+    """Move `model` to `device`. Raises `InputError` if its parameters are on several devices."""
     homes = {str(p.device): name for name, p in model.named_parameters()}
     if len(homes) > 1:
         listing = ", ".join(f"{name!r} on {home}" for home, name in homes.items())
@@ -33,11 +33,11 @@ def place(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """A copy of `model` with parameters of its own. Tensors that its modules compute from parameters,
-    and keep as attributes until they compute them anew (the old `weight_norm`, pruning), are copied
-    without their graph, which `copy.deepcopy` refuses.
+    """Return a deep copy of `model`. Tensors that its modules compute from parameters and keep as
+    attributes until the next computation (the old `weight_norm`, pruning) are copied without their
+    graph, since `copy.deepcopy` does not support tensors with a graph.
 
-    Raises `InputError` for what torch.jit has compiled, whose copies share their parameters.
+    Raises `InputError` for modules compiled by torch.jit, whose copied parameters are not leaves.
     """
     memo: dict[int, Any] = {}
     for name, module in model.named_modules():
@@ -53,8 +53,8 @@ def copy_of(model: nn.Module) -> nn.Module:
 
 
 def carry_hooks(model: nn.Module, copied: nn.Module) -> nn.Module:
-    """`copied`, a copy of `model`, with the hooks that the gradients of `model` have, which no copy
-    has."""
+    """Register the gradient hooks of the parameters of `model` on `copied`, a copy of it. Copying does
+    not preserve them."""
     for param, other in zip(model.parameters(), copied.parameters(), strict=True):
         for hook in (param._backward_hooks or {}).values():
             other.register_hook(hook)
@@ -62,14 +62,14 @@ def carry_hooks(model: nn.Module, copied: nn.Module) -> nn.Module:
 
 
 def optimizer_for(task: Task, model: nn.Module) -> Any:
-    """What the optimizer function of `task` returns for `model`; of several optimizers one that stands
-    for all of them. Raises `InputError` if a parameter is in two of them."""
+    """Return the optimizer that the optimizer function of `task` makes for `model`. Several optimizers
+    are combined into one. Raises `InputError` if a parameter is in two of them."""
     return as_one(task.optimizer(task.parameters_of(model)))
 
 
 def unhooked(optimizer: Any) -> Any:
-    """An `optimizer` that is made for a trace, without the hooks that its user put on its step: they
-    would run on parameters without values."""
+    """Remove the user's step hooks from `optimizer`, which was made for a trace: there they would run
+    on parameters without values."""
     for part in parts_of(optimizer):
         if isinstance(part, Optimizer):
             part._optimizer_step_pre_hooks.clear()
@@ -78,7 +78,7 @@ def unhooked(optimizer: Any) -> Any:
 
 
 def checked_optimizer(optimizer: object, model: nn.Module) -> Optimizer:
-    """`optimizer`, if it is one on parameters of `model`. Raises `InputError` otherwise."""
+    """Return `optimizer` if it is one over parameters of `model`. Raises `InputError` otherwise."""
     if not isinstance(optimizer, Optimizer):
         raise InputError(
             f"the optimizer function returned a value of type {type(optimizer).__name__}: return a"
@@ -98,11 +98,11 @@ def checked_optimizer(optimizer: object, model: nn.Module) -> Optimizer:
 
 
 def check_needs_no_closure(optimizer: Optimizer) -> None:
-    """Raises `InputError` if `optimizer.step` cannot be called without a closure that computes the
-    loss: a step of many passes has none to give."""
+    """Raises `InputError` if `optimizer.step` requires a closure that computes the loss: a step of
+    several passes cannot provide one."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     for part in parts_of(optimizer):
-        # Of its class: a scheduler puts a function of its own in the place of the method.
+        # Inspect the class, since a scheduler replaces the method on the instance.
         _own, *wanted = inspect.signature(type(part).step).parameters.values()
         if any(one.default is one.empty and one.kind not in kinds for one in wanted):
             raise InputError(

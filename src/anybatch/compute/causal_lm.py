@@ -1,16 +1,16 @@
-"""causal_lm_loss: the loss of a `*ForCausalLM` model, without its logits and without rewriting it.
+"""causal_lm_loss: the loss of a `*ForCausalLM` model, without its logits and without code changes.
 
-Such a model ends in a head, and its `forward(labels=...)` makes logits for every token. Here the
-head's `forward` is replaced for the length of one call: where the model would make logits, it computes
-the loss (`lm_loss`). So whatever stands before the head, hooks and weights that are gathered from other
-ranks for the length of the forward pass included, works as it always does.
+Such a model ends in a head, and its `forward(labels=...)` computes logits for every token. Here the
+head's `forward` is replaced for the duration of one call: it computes the loss (`lm_loss`) instead of
+logits. Everything before the head works as usual, including hooks and weights that are gathered from
+other ranks for the duration of the forward pass.
 
-What stands behind the head would be lost, and a wrong loss must never be silent. So scaled and bounded
-logits are known by the model's configuration, and the first batch that a model sees is checked on a
-few of its tokens against the model's own logits and its own loss. A model that does not agree computes
-its logits itself, and says so once.
+Computations after the head are skipped, and a wrong loss must never be silent. Scaled and capped logits
+are therefore detected by the model's configuration, and a few tokens of the model's first batch are
+used to compare the result with the model's own logits and loss. If they disagree, the loss is computed
+from the model's logits or taken from the model, and a warning is issued once.
 
-The model is known by the attributes that transformers gives it; transformers is not imported.
+The model is recognized by the attributes that transformers defines; transformers is not imported.
 """
 
 from __future__ import annotations
@@ -54,29 +54,31 @@ def causal_lm_loss(
     chunk: int | None = None,
     backend: Backend = "auto",
 ) -> Loss:
-    """Loss of a causal language model of transformers, or one with its interface: the sum over the
-    tokens that count, and their number. To be given to a task as it is, or as a `functools.partial`.
+    """Compute the loss of a causal language model from transformers, or of a model with that interface.
 
-    The model is called once with everything in the batch but the labels. It has
-    `get_output_embeddings()`, which returns its head. Where the head alone does not explain the
-    model's logits, or these its loss (a head with an adapter, an auxiliary loss of experts), the loss
-    is computed from the model's logits, or taken from the model and weighed by its tokens, with a
-    warning.
+    Returns a `Loss`: the sum over the tokens that are not ignored, and their number. The function can
+    be passed to a task directly, or as a `functools.partial`.
+
+    The model is called once with everything in the batch except the labels. Its
+    `get_output_embeddings()` must return the head. If the head alone does not determine the model's
+    logits (a head with an adapter), or the logits do not determine its loss (an auxiliary loss of
+    experts), the loss is computed from the model's logits, or taken from the model and weighted by the
+    number of tokens. In both cases a warning is issued.
 
     Args:
         model: `(input_ids=..., ...) -> output` with `.logits` `[batch, tokens, vocabulary]`.
-        batch: a mapping with `input_ids` `[batch, tokens]` and what else the model takes, or the ids
-            themselves. `labels`, of the same shape, are moved by one here, as in transformers, or are
-            `shift_labels`, which are so already. Without labels, each token is predicted that
-            `attention_mask` does not leave out.
-        ignore_index: label that counts nothing.
-        label_smoothing: as in `lm_loss`; so are `z_loss`, `chunk` and `backend`.
+        batch: a mapping with `input_ids` `[batch, tokens]` and the other inputs of the model, or the
+            ids themselves. `labels`, of the same shape, are shifted by one here, as in transformers;
+            `shift_labels` are already shifted. Without labels, every token that `attention_mask` does
+            not mask is a target.
+        ignore_index: label value of tokens that are ignored.
+        label_smoothing, z_loss, chunk, backend: as in `lm_loss`.
 
     Raises:
-        DataError: a label, or (seen on a CPU alone) a token, is no word of the vocabulary.
-        InputError: a batch without ids, labels that were moved by one before they came here, a model
-            without `get_output_embeddings()`, or a smoothed loss of a model that keeps its loss to
-            itself.
+        DataError: a label, or (checked on the CPU only) a token, is outside of the vocabulary.
+        InputError: the batch has no ids, the labels were already shifted by one, the model has no
+            `get_output_embeddings()`, or `label_smoothing` or `z_loss` is set for a model whose own
+            loss has to be used.
     """
     inputs, targets = _read(batch, ignore_index)
     options = {
@@ -103,7 +105,7 @@ def causal_lm_loss(
 
 @dataclass(frozen=True, slots=True)
 class _Finish:
-    """What the model does to its logits behind the head: `cap * tanh(scale * logits / cap)`."""
+    """The transformation of the logits after the head: `cap * tanh(scale * logits / cap)`."""
 
     scale: float
     softcap: float | None
@@ -114,10 +116,10 @@ class _Finish:
 
 
 def _finish_of(model: nn.Module) -> _Finish:
-    """As configurations of transformers name it: a factor (Cohere), a divisor (Granite), a bound
-    (Gemma 2)."""
+    """Read the transformation from the model's transformers configuration: a factor (Cohere), a divisor
+    (Granite), a cap (Gemma 2)."""
     config = getattr(model, "config", None)
-    reading = getattr(config, "get_text_config", None)  # of a model that reads images too
+    reading = getattr(config, "get_text_config", None)  # of a multimodal model
     config = reading() if callable(reading) else config
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)
@@ -132,7 +134,7 @@ def _through_head(
     targets: Tensor,
     options: dict[str, Any],
 ) -> Loss:
-    """The loss in place of the logits."""
+    """Compute the loss in the head, in place of the logits."""
     finish = _finish_of(model)
     found: list[Loss] = []
 
@@ -142,7 +144,7 @@ def _through_head(
             hidden = hidden * finish.scale
             bias = None if bias is None else bias * finish.scale
         found.append(lm_loss(hidden, weight, targets, bias=bias, softcap=finish.softcap, **options))
-        # In place of logits: a zero for each token, and a way for backward into the model's end.
+        # Instead of logits, return a zero per token that connects the model's end to the graph.
         return (found[0].sum * 0).expand(*hidden.shape[:-1], 1)
 
     undo = replace_forward(head, lambda _: at_head)
@@ -155,14 +157,14 @@ def _through_head(
             f"{_name(model)} ran its head {len(found)} times in one pass, so its loss is not that of"
             " one set of logits: write the loss with anybatch.lm_loss."
         )
-    # Modules that gather weights for backward wait for a gradient of what forward returned.
+    # Modules gather their weights for backward when the output of forward receives a gradient.
     return Loss(found[0].sum + _logits_of(model, output).sum() * 0, found[0].weight)
 
 
 def _through_logits(
     model: nn.Module, inputs: dict[str, Any], targets: Tensor, options: dict[str, Any]
 ) -> Loss:
-    """All logits, by the model's own forward."""
+    """Compute the loss from all logits, which the model's own forward returns."""
     logits = _logits_of(model, model(**inputs))
     plain = {n: options[n] for n in ("ignore_index", "label_smoothing", "z_loss")}
     return loss_of_logits(logits, targets, **plain)
@@ -171,7 +173,7 @@ def _through_logits(
 def _through_loss(
     model: nn.Module, inputs: dict[str, Any], targets: Tensor, options: dict[str, Any]
 ) -> Loss:
-    """The model's mean, times the number of tokens that it is over."""
+    """Multiply the model's own mean loss by the number of tokens that it averages over."""
     if options["label_smoothing"] or options["z_loss"]:
         raise InputError(
             f"the loss of {_name(model)} is more than cross-entropy over its logits, so"
@@ -185,7 +187,7 @@ def _through_loss(
 # ---------------------------------------------------------------------------------- which way
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[int, Way]] = weakref.WeakKeyDictionary()
-"""For each model, its head (an adapter may come later) and the way that was found right."""
+"""For each model, its head (an adapter may be added later) and the way that was found correct."""
 
 
 def _way_of(model: nn.Module, head: nn.Module, inputs: dict[str, Any]) -> Way:
@@ -194,11 +196,11 @@ def _way_of(model: nn.Module, head: nn.Module, inputs: dict[str, Any]) -> Way:
         _KNOWN[model] = id(head), _check(model, head, ids[:1, :_CHECKED_TOKENS])
     if (known := _KNOWN.get(model)) is not None and known[0] == id(head):
         return known[1]
-    return "head" if is_plain_head(head) else "logits"  # nothing that could be compared
+    return "head" if is_plain_head(head) else "logits"  # there is nothing to compare
 
 
 def _is_new(model: nn.Module, head: nn.Module, ids: Tensor) -> bool:
-    """Whether this is the first batch of `model`, with this head, that has something to compare."""
+    """Whether this is the first batch of `model` with this head that has tokens to compare."""
     if isinstance(ids, FakeTensor) or ids.size(0) < 1 or ids.size(1) < 2:
         return False
     known = _KNOWN.get(model)
@@ -207,8 +209,9 @@ def _is_new(model: nn.Module, head: nn.Module, ids: Tensor) -> bool:
 
 @torch.no_grad()
 def _check(model: nn.Module, head: nn.Module, ids: Tensor) -> Way:
-    """Run the model on a few tokens, with hidden states so large that a bound would show, and compare.
-    Reads values, so it waits for the device, once."""
+    """Find the way to compute the loss: run the model on a few tokens, with hidden states scaled up so
+    that a cap on the logits takes effect, and compare. Reads values, so it synchronizes with the
+    device, once."""
     finish, forward = _finish_of(model), head.forward
     found: list[Tensor] = []
 
@@ -255,7 +258,7 @@ def _tell(sentence: str) -> None:
 
 
 def _read(batch: Any, ignore_index: int) -> tuple[dict[str, Any], Tensor]:
-    """What the model is called with, and the target of each of its positions."""
+    """Return the inputs of the model, and the target of each position."""
     inputs = {"input_ids": batch} if isinstance(batch, Tensor) else batch
     if not isinstance(inputs, Mapping) or not isinstance(inputs.get("input_ids"), Tensor):
         raise InputError(

@@ -1,21 +1,21 @@
-"""Chunked loss: the logits of a head are never all there, in code that knows nothing of it.
+"""Chunked loss: avoids materializing the logits of a head, without changes to the user's code.
 
-While a plan says so, the product of a head (an `nn.Linear`) is left out, and what it returns are
-`Logits`, a tensor with the shape, dtype and place in the graph of a product that was not computed:
+If the plan enables it, the matrix product of a head (an `nn.Linear`) is deferred. The head returns
+`Logits`, a tensor with the shape, dtype and graph position of the product that was not computed:
 
     hidden [8, 128, 256]  -- head -->  Logits [8, 128, 40000]      nothing is computed
                                        .float().flatten(0, 1)      of hidden: [1024, 256]
                                        F.cross_entropy(_, y)       in chunks; see `lm_loss`
 
-What a loss function does to logits before it asks for their cross-entropy is done to what the product
-is of; the cross-entropy is computed in chunks. Whatever else is asked of them computes the product and
-goes on with a plain tensor: each time anew, since a tensor that is made once, and remembered, would be
-missing where a checkpoint runs the same code again. Only where something is to stay with the logits (a
-value written to them, a hook) they are computed once, and are that tensor from then on. So code that
-does something else with its logits is right, and gains nothing, which shows in a trace.
+Operations that a loss function applies to logits before their cross-entropy are applied to the hidden
+states instead, and the cross-entropy is computed in chunks. Any other operation computes the product
+and continues with a plain tensor. The product is computed again each time, since a cached tensor would
+be missing where a checkpoint runs the same code again. Only if an operation has a lasting effect on the
+logits (an in-place write, a hook) are they computed once and kept as a tensor. Code that uses its
+logits in another way is therefore correct but saves no memory, which a trace shows.
 
-Where gradients are off in the midst of a pass that has them, as in the forward of a function of
-autograd, everything is computed: what goes past such a function would go past its backward.
+If gradients are disabled inside a pass that has them enabled, as in the forward of an autograd
+function, logits are computed: deferred logits would bypass the backward of that function.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from anybatch.compute.patch import replace_forward
 from anybatch.errors import InputError
 
 _LEAST: ContextVar[int] = ContextVar("least", default=PLAIN_LOGITS)
-"""Up to so many logits are computed as ever; see `PLAIN_LOGITS`."""
+"""Up to this number, logits are computed as usual; see `PLAIN_LOGITS`."""
 
 _NOTED: ContextVar[list[tuple[int, ...]] | None] = ContextVar("noted", default=None)
 
 
 def can_be_chunked(head: nn.Module | None) -> bool:
-    """Whether the product of `head` can be left out: it multiplies by its weight, adds its bias, and
-    nobody waits for its gradients."""
+    """Whether the product of `head` can be deferred: the head multiplies by its weight, adds its bias,
+    and has no backward hooks."""
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return False
     return not (head._backward_hooks or head._backward_pre_hooks)
 
 
 def install(model: nn.Module, name: str) -> tuple[ChunkedHead, Callable[[], None]]:
-    """Let the product of the module `name` of `model` be left out where that is active; the function
-    that is returned undoes it.
+    """Replace the forward of the module `name` of `model` so that its product is deferred while
+    `active`. Returns the new forward, and a function that undoes the replacement.
 
-    Raises `InputError` if it cannot.
+    Raises `InputError` if the product cannot be deferred.
     """
     head = modules_of(model).get(name)
     if not isinstance(head, nn.Linear) or not can_be_chunked(head):
@@ -73,7 +73,7 @@ def install(model: nn.Module, name: str) -> tuple[ChunkedHead, Callable[[], None
 
 @contextmanager
 def active(head: ChunkedHead | None) -> Iterator[None]:
-    """Leave the logits of `head` out inside, if there is one."""
+    """Context manager that defers the logits of `head`, if it is not None."""
     if head is None:
         yield
     else:
@@ -83,7 +83,7 @@ def active(head: ChunkedHead | None) -> Iterator[None]:
 
 @contextmanager
 def however_few() -> Iterator[None]:
-    """Inside, logits are left out however few they are: for a proof on a small sample."""
+    """Context manager that defers logits regardless of their number, for a proof on a small sample."""
     token = _LEAST.set(0)
     try:
         yield
@@ -93,25 +93,25 @@ def however_few() -> Iterator[None]:
 
 @final
 class ChunkedHead:
-    """The `forward` of a linear layer whose product can be left out."""
+    """The `forward` of a linear layer whose product can be deferred."""
 
     def __init__(self, layer: nn.Linear) -> None:
         self._layer = layer
         self._run: Callable[[Tensor], Tensor] = layer.forward
-        self._active: tuple[bool, ...] = ()  # of the pass around: whether gradients are on
+        self._active: tuple[bool, ...] = ()  # whether the enclosing pass has gradients
 
     def __call__(self, hidden: Tensor) -> Tensor:
         found = self._left_out(hidden, *self._active) if self._active else None
         return self._run(hidden) if found is None else found
 
     def over(self, run: Callable[[Tensor], Tensor]) -> ChunkedHead:
-        """This one, with `run` where the product is not left out."""
+        """Set `run` as the forward for products that are not deferred, and return self."""
         self._run = run
         return self
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Leave the product out inside. Outside, the head computes as ever."""
+        """Context manager that defers the product. Outside, the head computes as usual."""
         before, self._active = self._active, (torch.is_grad_enabled(),)
         try:
             yield
@@ -119,7 +119,7 @@ class ChunkedHead:
             self._active = before
 
     def _left_out(self, hidden: Tensor, with_grad: bool) -> Tensor | None:
-        """The product, not computed; None if it is to be."""
+        """Return the deferred product, or None if it has to be computed."""
         weight, bias = self._layer.weight, self._layer.bias
         if hidden.dim() < 2 or torch.compiler.is_compiling():
             return None
@@ -135,7 +135,7 @@ class ChunkedHead:
 
 @contextmanager
 def noting() -> Iterator[list[tuple[int, ...]]]:
-    """The shapes of logits that are computed inside after all."""
+    """Context manager that records the shapes of deferred logits that are computed after all."""
     noted: list[tuple[int, ...]] = []
     token = _NOTED.set(noted)
     try:
@@ -146,14 +146,15 @@ def noting() -> Iterator[list[tuple[int, ...]]]:
 
 @dataclass(frozen=True)
 class Product:
-    """Logits that were not computed.
+    """A deferred product: logits that have not been computed.
 
     Attributes:
-        hidden: `[..., H]`, in the dtype of the product; so are `weight` `[V, H]` and `bias` `[V]`.
-        version: of `own`, the parameter, when the head ran.
-        with_grad: whether gradients were on.
-        dtype: to which the logits were converted, if they were.
-        classes_second: `[B, V, T]`, as `cross_entropy` takes it; else the words come last.
+        hidden: `[..., H]`, in the dtype of the product, like `weight` `[V, H]` and `bias` `[V]`.
+        version: version counter of `own`, the parameter, when the head ran.
+        with_grad: whether gradients were enabled.
+        dtype: the dtype that the logits were converted to, if any.
+        classes_second: whether the layout is `[B, V, T]`, as `cross_entropy` takes it; else the
+            vocabulary is the last dim.
     """
 
     hidden: Tensor
@@ -177,7 +178,7 @@ class Product:
         )
 
     def whole(self) -> Tensor:
-        """The logits, computed. Raises `RuntimeError` if the weights are others by now."""
+        """Compute the logits. Raises `RuntimeError` if the weights have changed since the head ran."""
         if (noted := _NOTED.get()) is not None:
             noted.append(self.shape)
         if self.own._version != self.version:
@@ -193,8 +194,8 @@ class Product:
 
 
 class _AsComputed(torch.autograd.Function):
-    """`Logits` in the place that the product has in the graph, for what goes on with them unseen: the
-    gradient that comes back is that of logits."""
+    """Inserts `Logits` into the graph in place of the product, for operations that bypass
+    `__torch_function__`: the incoming gradient is that of the logits."""
 
     @staticmethod
     def forward(
@@ -221,17 +222,18 @@ class _AsComputed(torch.autograd.Function):
 def logits_of(product: Product) -> Tensor:
     found = _AsComputed.apply(product.hidden, product.weight, product.bias, product)
     assert isinstance(found, Logits)
-    found.product = product  # that forward was given has no graph
+    found.product = product  # the one with the graph of the caller
     return found
 
 
 class Logits(Tensor):
-    """A tensor of logits that were not computed; see the module.
+    """A tensor of logits that have not been computed; see the module.
 
     Attributes:
-        product: what they are.
-        base, way: the logits that these were made of, and by what call; None: by the head.
-        pinned: the tensor that they are from now on, if something is to stay with it.
+        product: the deferred product.
+        base, way: the logits that these were derived from, and the call that did so; `base` is None for
+            logits that the head returned.
+        pinned: the computed tensor, once an operation had a lasting effect on the logits.
     """
 
     product: Product
@@ -241,7 +243,7 @@ class Logits(Tensor):
 
     @staticmethod
     def __new__(cls: type[Logits], product: Product) -> Logits:
-        """Of the shape and dtype that they would have."""
+        """Create a tensor with the shape and dtype that the computed logits would have."""
         hidden = product.hidden
         made = Tensor._make_wrapper_subclass(
             cls,
@@ -255,11 +257,11 @@ class Logits(Tensor):
 
     @property
     def head(self) -> Logits:
-        """Those that the head made, of which these are a view or a copy."""
+        """The logits that the head returned, of which these are a view or a copy."""
         return self if self.base is None else self.base.head
 
     def computed(self) -> Tensor:
-        """All of them, as a plain tensor in the graph."""
+        """Return all logits as a plain tensor in the graph."""
         if self.pinned is not None:
             return self.pinned
         if self.base is None or self.head.pinned is None:
@@ -268,7 +270,7 @@ class Logits(Tensor):
         return func(self.base.computed(), *args, **kwargs)
 
     def pin(self) -> Tensor:
-        """The same, once and for all."""
+        """Compute the logits once, and keep the result."""
         head = self.head
         if head.pinned is None:
             head.pinned = head.product.whole()
@@ -276,14 +278,14 @@ class Logits(Tensor):
         return self.pinned
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """What consists of other tensors is passed by where operations are recorded; see the trace."""
+        """Part of the protocol of wrapper subclasses, by which a trace knows them; see the trace."""
         return [], None
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Compute them, for what comes here unseen, below autograd."""
+        """Compute the logits for an operation that arrives below autograd."""
         with torch.no_grad():
             args, kwargs = tree_map_only(Logits, Logits.computed, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -292,7 +294,7 @@ class Logits(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Leave them out, or compute them and go on."""
+        """Keep the logits deferred if there is a rule for `func`, else compute them first."""
         kwargs = kwargs or {}
         if func in _ABOUT:
             with torch._C.DisableTorchFunctionSubclass():
@@ -311,12 +313,12 @@ class Logits(Tensor):
 
 
 def _can_wait(logits: Logits) -> bool:
-    """Whether a rule may go on with the product."""
+    """Whether a rule may continue with the deferred product."""
     return logits.head.pinned is None and torch.is_grad_enabled() == logits.product.with_grad
 
 
 def _stays(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether `func` leaves something with the tensors that it is given."""
+    """Whether `func` has a lasting effect on its arguments, such as an in-place write or a hook."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return func == _DATA or name in _WRITES or name == "__set__"
@@ -345,13 +347,13 @@ _ABOUT: frozenset[Any] = frozenset(
         torch.is_floating_point, torch.is_complex, torch.numel,
     }
 )  # fmt: skip
-"""What asks for no values."""
+"""Functions that do not read values."""
 
 
-# ------------------------------------------------------------------- what is done to hidden instead
+# -------------------------------------------------------- operations applied to hidden states instead
 
 Rule = Callable[..., Tensor | None]
-"""`(logits, *args, **kwargs)` as the function takes them: its result, or None if they are needed."""
+"""`(logits, *args, **kwargs)` as the function -> its result, or None if values are needed."""
 
 
 def _same(logits: Logits, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -382,7 +384,7 @@ def _flatten(logits: Logits, start_dim: int = 0, end_dim: int = -1) -> Tensor | 
 
 
 def _index(logits: Logits, index: Any) -> Tensor | None:
-    """Some of the tokens, all of their words."""
+    """Select some of the tokens, with all of the vocabulary."""
     product = logits.product
     parts = index if isinstance(index, tuple) else (index,)
     if product.classes_second or not _leaves_words(parts, product.hidden.dim()):
@@ -409,7 +411,7 @@ def _leaves_words(parts: tuple[Any, ...], dims: int) -> bool:
 
 
 def _convert(logits: Logits, *args: Any, **kwargs: Any) -> Tensor | None:
-    """To a wider dtype. The sums of the loss are no narrower in any case."""
+    """Convert to a wider dtype. The sums of the loss are computed in such a dtype in any case."""
     product = logits.product
     values = [*args, *kwargs.values()]
     if len(values) != 1 or not set(kwargs) <= {"dtype"}:
@@ -470,7 +472,7 @@ def _cross_entropy(
         label_smoothing=label_smoothing,
         reduction=reduction,
     )
-    if not torch.is_autocast_enabled(hidden.device.type):  # which computes losses in float32
+    if not torch.is_autocast_enabled(hidden.device.type):  # autocast computes losses in float32
         found = found.to(logits.dtype)
     return found.view(target.shape) if reduction == "none" else found
 

@@ -1,4 +1,4 @@
-"""Determinism: kernels that give the same bits each time, on any number of ranks."""
+"""Determinism: kernels with bitwise reproducible results, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Compute on `device` by kernels whose results depend on their arguments alone. On a CPU it is
-    threads that make the difference, over which sums are divided, so there is one.
+    """Context manager that selects kernels on `device` whose results depend only on their arguments. On
+    a CPU, results depend on the number of threads that sums are divided over, so one thread is used.
 
-    cuBLAS needs nothing for it: what differs is where several streams share a workspace, and torch
-    gives each its own (cuBLAS's documentation, "Results reproducibility").
+    cuBLAS needs no setting: its results vary only if several streams share a workspace, and torch gives
+    each stream a separate one (cuBLAS's documentation, "Results reproducibility").
 
-    An operation that has no such kernel on `device` raises torch's `RuntimeError`, which names it.
+    An operation without such a kernel on `device` raises torch's `RuntimeError`, which names it.
     """
     if device.type == "cpu":
         with one_thread():
@@ -29,7 +29,7 @@ def deterministic(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Operations on the CPU run on one thread."""
+    """Context manager that runs CPU operations on one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -45,7 +45,7 @@ def _algorithms() -> Iterator[None]:
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     fills, tunes = filling.fill_uninitialized_memory, torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True)
-    filling.fill_uninitialized_memory = False  # it takes time, and finds mistakes of kernels alone
+    filling.fill_uninitialized_memory = False  # slow, and only finds errors in kernels
     torch.backends.cudnn.benchmark = False
     try:
         yield

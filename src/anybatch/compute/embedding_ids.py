@@ -1,4 +1,4 @@
-"""Ids that an embedding has no row for: told with the id, its place and the embedding."""
+"""Errors for out-of-range embedding ids that name the id, its position and the embedding."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from anybatch.errors import DataError
 
 @contextmanager
 def naming_ids(model: nn.Module) -> Iterator[None]:
-    """Around a forward pass of `model`. Raises `DataError` in place of the `IndexError` of an embedding
-    (on the CPU), which names neither the id nor the embedding."""
+    """Context manager for a forward pass of `model`. Raises `DataError` in place of the `IndexError` of
+    an embedding (on the CPU), which names neither the id nor the embedding."""
     try:
         yield
     except IndexError as error:

@@ -1,7 +1,7 @@
-"""A computation in float64, whatever narrower dtypes are written into it.
+"""Runs a computation in float64, even where its code specifies narrower dtypes.
 
-A model and its batch in float64 still meet constants of float32 (weights of classes, say) and casts
-to it (`logits.float()`). In float64 rounding is out of the way, so that two computations can be
+A model and a batch in float64 still meet float32 constants (class weights, for example) and casts to
+float32 (`logits.float()`). In float64 rounding errors are negligible, so that two computations can be
 compared.
 """
 
@@ -35,9 +35,9 @@ _ADDS = frozenset(
 
 
 class InDoubles(TorchFunctionMode):
-    """While it is entered, whoever asks for a narrower floating-point dtype is given float64, and what
-    meets a tensor of float64, or is added up, is cast to it first. What is written to keeps its dtype,
-    and what is written is cast to that."""
+    """Function mode that replaces narrower floating-point dtypes by float64. Tensors that are combined
+    with a float64 tensor, or summed, are cast to float64 first. A tensor that is written in place keeps
+    its dtype, and the values written are cast to that dtype."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -46,13 +46,13 @@ class InDoubles(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _CASTS:
             return args[0].double()
-        if name == "view" or "out" in options:  # `view(dtype)` is about bits
+        if name == "view" or "out" in options:  # `view(dtype)` reinterprets bits
             return func(*args, **options)
         if _writes(name) and args and isinstance(args[0], Tensor):
             to = args[0].dtype if args[0].is_floating_point() else None
             rest = _mapped((args[1:], options), lambda value: _cast(value, to))
             return func(args[0], *rest[0], **rest[1])
-        wide = name in _ADDS  # in few digits a sum depends on where it is cut
+        wide = name in _ADDS  # in low precision a sum depends on where it is split
         wide = wide or any(_is_float(value, (torch.float64,)) for value in _leaves((args, options)))
         to = torch.float64 if wide else None
         args, options = _mapped((args, options), lambda value: _cast(value, to))
@@ -60,14 +60,14 @@ class InDoubles(TorchFunctionMode):
 
 
 def _writes(name: str) -> bool:
-    """Whether the function or method of this name writes to its first argument."""
+    """Whether the function or method with this name writes to its first argument."""
     if name.startswith("__"):
         return name.startswith(("__set", "__i"))
     return name.endswith("_")
 
 
 def _cast(value: Any, to: torch.dtype | None) -> Any:
-    """A dtype that is too narrow, made float64; a floating-point tensor, in the dtype `to`."""
+    """Replace a dtype that is too narrow by float64, and cast a floating-point tensor to `to`."""
     if isinstance(value, torch.dtype):
         return torch.float64 if value in _NARROWER else value
     if to is not None and _is_float(value, (*_NARROWER, torch.float64)):
@@ -80,7 +80,7 @@ def _is_float(value: Any, dtypes: tuple[torch.dtype, ...]) -> bool:
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """`value` with `function` applied to what its lists, tuples and dicts hold."""
+    """Apply `function` to the leaves of `value`, a nesting of lists, tuples and dicts."""
     if type(value) in (list, tuple):
         return type(value)(_mapped(one, function) for one in value)
     if type(value) is dict:
@@ -89,7 +89,7 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """What lists, tuples and dicts hold."""
+    """Yield the leaves of `value`, a nesting of lists, tuples and dicts."""
     if type(value) in (list, tuple, dict):
         for one in value.values() if type(value) is dict else value:
             yield from _leaves(one)

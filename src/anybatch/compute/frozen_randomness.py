@@ -1,7 +1,7 @@
-"""A model in training mode in which named modules are in evaluation mode, or no chance is left.
+"""Runs a model in training mode with some modules in evaluation mode, or with random draws held fixed.
 
-To find out what makes two computations differ, one thing at a time is taken away, and nothing else may
-change with it: a model in evaluation mode leaves out more than dropout.
+To find the reason why two computations differ, one factor at a time is removed, and nothing else may
+change with it: evaluation mode of the whole model disables more than dropout.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from anybatch.compute.modes import into_training
 
 @contextmanager
 def calm(model: nn.Module, names: Sequence[str], still: bool) -> Iterator[None]:
-    """The model in training mode, as far as its user left it in that, but for the modules named;
-    `still`: with random draws held still."""
+    """Context manager that puts `model` into training mode (see `into_training`), except for the
+    modules `names`, which are put into evaluation mode. If `still`, random draws are held fixed."""
     into_training(model)
     for name, module in model.named_modules():
         if name in names:
@@ -29,7 +29,7 @@ def calm(model: nn.Module, names: Sequence[str], still: bool) -> Iterator[None]:
     with ExitStack() as left:
         if still:
             for module in model.modules():
-                if isinstance(module, nn.RNNBase):  # whose kernels are told, and drop by themselves
+                if isinstance(module, nn.RNNBase):  # its kernels apply dropout internally
                     left.callback(partial(setattr, module, "dropout", module.dropout))
                     module.dropout = 0.0
             left.enter_context(_Still())
@@ -37,9 +37,9 @@ def calm(model: nn.Module, names: Sequence[str], still: bool) -> Iterator[None]:
 
 
 class _Still(TorchFunctionMode):
-    """While it is entered nothing is dropped, neither by modules nor by functions, and whatever is
-    drawn is the mean of what it is drawn from, which no cut changes. Modules stay in training mode:
-    attention asks its own mode, not that of the dropout in it."""
+    """Function mode that disables dropout, in modules and functions, and replaces random draws by the
+    mean of their distribution, which does not depend on how a batch is split. Modules stay in training
+    mode: attention checks its own mode, not that of its dropout module."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -48,10 +48,10 @@ class _Still(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if "dropout" in name:
             return args[0] if args else options["input"]
-        if name == "scaled_dot_product_attention":  # the probability is its fifth argument
+        if name == "scaled_dot_product_attention":  # dropout_p is its fifth argument
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             options |= {} if len(args) > 4 else {"dropout_p": 0.0}
-        elif name == "multi_head_attention_forward":  # its eleventh
+        elif name == "multi_head_attention_forward":  # dropout_p is its eleventh argument
             args = (*args[:10], 0.0, *args[11:])
         drawn = func(*args, **options)
         if name in _MEANS and isinstance(drawn, Tensor):
@@ -65,7 +65,7 @@ def _constant(value: float, drawn: Tensor, _args: Any, _options: Any) -> None:
 
 
 def _normal(drawn: Tensor, args: Any, options: Any) -> None:
-    """Of `normal(mean, std)` and `tensor.normal_(mean, std)`."""
+    """Fill with the mean of `normal(mean, std)` or `tensor.normal_(mean, std)`."""
     rest = args[1:] if args and args[0] is drawn else args
     mean = options.get("mean", rest[0] if rest else 0.0)
     drawn.copy_(mean) if isinstance(mean, Tensor) else drawn.fill_(mean)
@@ -78,7 +78,7 @@ def _uniform(drawn: Tensor, args: Any, options: Any) -> None:
 
 
 def _bernoulli(drawn: Tensor, args: Any, options: Any) -> None:
-    """Of `bernoulli(p)` and `tensor.bernoulli_(p)`."""
+    """Fill with the mean of `bernoulli(p)` or `tensor.bernoulli_(p)`."""
     chance = options.get("p", args[1] if len(args) > 1 else None)
     if chance is None:
         chance = 0.5 if args[0] is drawn else args[0]
@@ -97,4 +97,4 @@ _MEANS = {
     "bernoulli_": _bernoulli,
     "exponential_": partial(_constant, 1.0),
 }
-"""How what is drawn becomes its mean. Orders and whole numbers (`randperm`, `randint`) have none."""
+"""Functions that replace a draw by its mean; `randperm` and `randint` have no suitable mean."""

@@ -1,13 +1,13 @@
-"""BatchNorm over ghost batches: statistics over a number of samples that belongs to the task.
+"""BatchNorm over ghost batches: statistics over a number of samples that the task defines.
 
-BatchNorm looks across the samples of a forward pass, so with plain accumulation its result depends
-on the micro-batch, that is, on the plan. Here the global batch is cut into ghost batches of the
-task's size (Hoffer et al. 2017, "Train longer, generalize better", section 4), each normalised by
-itself, and running statistics advance once per ghost batch in the order of the samples. A micro-batch
-is always whole ghost batches, so every plan computes the same.
+BatchNorm computes statistics over the samples of a forward pass, so with plain accumulation its result
+depends on the micro-batch size, that is, on the plan. Here the global batch is split into ghost batches
+of the task's size (Hoffer et al. 2017, "Train longer, generalize better", section 4), each normalized
+separately, and running statistics are updated once per ghost batch in the order of the samples. A
+micro-batch always consists of whole ghost batches, so every plan computes the same result.
 
-A ghost batch that no rank can hold is divided over the ranks, one ghost batch per pass, and its norms
-are synchronised (`synchronised_norm.py`). That is a matter of the plan: the result is the same.
+A ghost batch that does not fit on one rank is divided over the ranks, one ghost batch per pass, and its
+norms are synchronized (`synchronised_norm.py`). This is decided by the plan: the result is the same.
 """
 
 from __future__ import annotations
@@ -34,30 +34,31 @@ DEFAULT_GHOST_BATCH = 32
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """The BatchNorm layers of `model` by name."""
+    """Return the BatchNorm layers of `model` by name."""
     return {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm)}
 
 
 def cut_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Those of `batch_norms` that ghost batches are cut for once `model` is trained. One that its user
-    put into evaluation mode (of a frozen part) normalises by its running statistics, whatever the
-    cut."""
+    """Return those of `batch_norms` that use ghost batches when `model` is trained. A layer that the
+    user put into evaluation mode (in a frozen part) normalizes by its running statistics, regardless of
+    the cut."""
     return {
         n: m for n, m in batch_norms(model).items() if looks_across_samples(m, trains(model, m))
     }
 
 
 def looks_across_samples(norm: _BatchNorm, training: bool) -> bool:
-    """Whether `norm`, in that mode, normalises by statistics of the pass at hand."""
+    """Whether `norm`, in the given mode, normalizes by statistics of the current pass."""
     return training or norm.running_mean is None or norm.running_var is None
 
 
 def depends_on_cut(model: nn.Module, drawn: bool = True) -> tuple[str, ...]:
-    """What in `model` no plan can make independent of the cut into micro-batches, a sentence each.
+    """Return one sentence for each property of `model` that depends on the cut into micro-batches under
+    every plan.
 
-    Running statistics advance once per pass there, over whatever samples the pass has; or random
-    numbers are drawn, which are keyed by step and rank. Only what is known of torch, looks like a norm,
-    or has a rate of dropout is found. Without `drawn` of running statistics alone.
+    Such modules update running statistics once per pass, over the samples of that pass, or draw random
+    numbers, which are keyed by step and rank. Only known modules of torch, modules that look like
+    norms, and modules with a dropout rate are detected. If not `drawn`, random numbers are left out.
     """
     found: dict[str, list[str]] = {}
     for name, module in model.named_modules():
@@ -71,8 +72,8 @@ def depends_on_cut(model: nn.Module, drawn: bool = True) -> tuple[str, ...]:
 
 
 def counting_buffers(model: nn.Module) -> dict[str, tuple[Tensor | None, int]]:
-    """The buffers of `model` whose module is none that `depends_on_cut` or ghost batches know, and its
-    frozen parameters, by name, with their versions."""
+    """Return the buffers and frozen parameters of `model` by name, with their version counters, except
+    those of modules that `depends_on_cut` or ghost batches handle."""
     return {
         f"{prefix}.{name}" if prefix else name: (buffer, 0 if buffer is None else buffer._version)
         for prefix, module in model.named_modules()
@@ -82,13 +83,13 @@ def counting_buffers(model: nn.Module) -> dict[str, tuple[Tensor | None, int]]:
 
 
 def _frozen_in(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Its own parameters without a gradient: a momentum encoder's, say."""
+    """Direct parameters of `module` that do not require a gradient, as in a momentum encoder."""
     params = module._parameters.items()
     return [(name, p) for name, p in params if p is not None and not p.requires_grad]
 
 
 def written_since(model: nn.Module, before: dict[str, tuple[Tensor | None, int]]) -> list[str]:
-    """Names of the `counting_buffers` that passes have written to, or replaced, since."""
+    """Return the names of `counting_buffers` that were written to or replaced since `before`."""
     now = counting_buffers(model)
     return [
         name
@@ -98,19 +99,19 @@ def written_since(model: nn.Module, before: dict[str, tuple[Tensor | None, int]]
 
 
 def depends_on_writes(names: Sequence[str]) -> tuple[str, ...]:
-    """What to say of the buffers and frozen parameters of those names, which passes write to."""
+    """Describe that passes write to the buffers and frozen parameters `names`; empty without names."""
     return (_WRITTEN.format(names=_some(names)),) if names else ()
 
 
 class GhostBatches:
-    """The cut of the micro-batch at hand into ghost batches, shared by the norms of one model.
+    """The split of the current micro-batch into ghost batches, shared by the norms of one model.
 
-    Outside `cut` the norms are plain ones: what a user computes between two steps is not cut.
+    Outside `cut` the norms are plain: what a user computes between two steps is not split.
 
     Attributes:
         sizes: samples per ghost batch of this rank's pass, in order; empty outside a pass.
-        exchange: the way to the other ranks, where each pass holds this rank's part of one ghost
-            batch; None: ghost batches lie whole on one rank.
+        exchange: communication with the other ranks, if each pass holds this rank's part of one ghost
+            batch; None if each ghost batch is on one rank.
     """
 
     def __init__(self, model: nn.Module, exchange: Exchange | None = None) -> None:
@@ -122,9 +123,9 @@ class GhostBatches:
         ]
 
     def cut(self, sizes: Sequence[int]) -> AbstractContextManager[None]:
-        """Around forward and backward of a micro-batch of `sizes`: samples per ghost batch, in
-        order. With an exchange, every rank does this for every pass of the step, around nothing
-        where it has no samples."""
+        """Context manager for forward and backward of a micro-batch with `sizes` samples per ghost
+        batch, in order. With an exchange, every rank enters it for every pass of the step, with an
+        empty block if it has no samples."""
         return self._cut(sizes) if self._undos else nullcontext()
 
     @contextmanager
@@ -138,14 +139,14 @@ class GhostBatches:
             self.sizes = ()
 
     def undo(self) -> None:
-        """Leave the model as it was found."""
+        """Restore the original `forward` of every norm."""
         for undo in self._undos:
             undo()
 
 
 class _GhostForward:
-    """The `forward` of one BatchNorm layer, which does `whole` for each ghost batch. Where other ghost
-    batches are cut below, they are not while these are: there is one cut at a time."""
+    """The `forward` of one BatchNorm layer, which calls `whole` for each ghost batch. If `whole` is
+    that of another `GhostBatches`, only one of them splits at a time."""
 
     def __init__(
         self,
@@ -157,7 +158,7 @@ class _GhostForward:
     ) -> None:
         self._whole: Callable[[Tensor], Tensor] = whole
         if getattr(whole, "__func__", None) is nn.SyncBatchNorm.forward:
-            # It would speak to all ranks behind the plan's back, and refuses CPU tensors.
+            # It would communicate with all ranks without the plan, and rejects CPU tensors.
             self._whole = MethodType(_BatchNorm.forward, norm)
         self._norm = norm
         self._name = name
@@ -182,7 +183,7 @@ class _GhostForward:
         return self._whole(piece)
 
     def _rows(self, input: Tensor) -> list[int]:
-        """Rows of `input` per ghost batch: the samples, or a whole number of rows for each (tokens
+        """Return the number of rows of `input` per ghost batch: one row per sample, or several (tokens
         flattened into the first dim)."""
         sizes = self._ghosts.sizes
         samples = sum(sizes)
@@ -227,11 +228,11 @@ _RANDOM = (
     " others. No draw is better than another, but results of two plans then differ by chance."
 )
 _RATES = ("dropout", "dropout_p", "dropout_prob", "attention_dropout")
-"""Attributes in which modules keep the rate that they hand to a function."""
+"""Attributes in which modules store the dropout rate that they pass to a function."""
 
 
 def _draws(module: nn.Module) -> bool:
-    """Whether it draws random numbers in training, as far as its attributes tell."""
+    """Whether `module` draws random numbers in training, judging by its attributes."""
     rates = [getattr(module, name, None) for name in _RATES]
     if isinstance(module, _DropoutNd):
         rates.append(module.p)
@@ -254,7 +255,7 @@ def _why_it_depends(module: nn.Module, trains: bool) -> str | None:
     if isinstance(module, _SpectralNorm) or any(isinstance(h, SpectralNorm) for h in hooks):
         return _SPECTRAL
     running = any(name.startswith("running_") for name, _ in module.named_buffers(recurse=False))
-    # Without a momentum they are constants, as in FrozenBatchNorm2d; what passes write shows by itself.
+    # Without a momentum they are constants, as in FrozenBatchNorm2d; writes are detected separately.
     moves = running and hasattr(module, "momentum")
     return _FOREIGN if moves or isinstance(module, _NormBase) else None
 

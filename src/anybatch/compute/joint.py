@@ -1,16 +1,18 @@
-"""Joint: a loss over all samples of the global batch together, from passes over a few at a time.
+"""Joint losses: a loss over all samples of the global batch, computed in passes over micro-batches.
 
-A contrastive loss L compares every sample with every other, so it is no sum over micro-batches. But it
-sees them only through their encodings z, which are small, and the chain rule needs no more than that
-(Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"):
+A contrastive loss L compares every sample with every other, so it is not a sum over micro-batches. But
+it depends on the samples only through their encodings z, which are small, and the chain rule requires
+no more than that (Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited
+Setup"):
 
     encode      every micro-batch without gradient                         z = f(x)
     compare     all encodings at once, those of all ranks                  L(z), g = dL/dz
     once more   every micro-batch, with gradient                           f backward from its rows of g
 
-The sum of the last is the gradient of L, provided that f does the same both times: random state is the
-same, and norms are over ghost batches. Where a rank has a single pass, its graph is kept from the first
-time on. What L needs of parameters directly (a temperature) is handed to the passes in parts.
+The gradients of the last passes add up to the gradient of L, provided that f computes the same both
+times: the random state is the same, and norms use ghost batches. If a rank has a single pass, the graph
+of the first pass is kept. Gradients of parameters that L uses directly (a temperature) are split among
+the passes.
 """
 
 from __future__ import annotations
@@ -38,21 +40,21 @@ USES_PARAMETERS = (
 )
 
 Kinds: TypeAlias = "tuple[tuple[tuple[int, ...], torch.dtype], ...]"
-"""Shape and dtype of one sample's row, tensor by tensor."""
+"""Shape and dtype of one sample's row, for each tensor."""
 
 Ask: TypeAlias = "Callable[[Any], Share]"
-"""From the encodings of a pass, detached, to its share of the comparison."""
+"""Maps the detached encodings of a pass to its share of the comparison."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """What a comparison asks of one pass.
+    """The share of a comparison that belongs to one pass.
 
     Attributes:
-        loss: this part of the sum, weight and metrics.
-        gradients: of the sum by the encodings of the pass, tensor by tensor; None: it does not depend
-            on that one.
-        direct: parameters that the comparison uses itself, with this part of the gradient.
+        loss: the pass's part of the sum, weight and metrics.
+        gradients: gradient of the sum with respect to each tensor of the pass's encodings; None if the
+            sum does not depend on that tensor.
+        direct: parameters that the comparison uses directly, with the pass's part of their gradients.
     """
 
     loss: Loss
@@ -60,9 +62,9 @@ class Share:
     direct: Sequence[tuple[Tensor, Tensor]]
 
     def of(self, encoded: Any) -> Loss:
-        """The loss of the pass: from it backward goes on where the comparison's ended.
+        """Return the loss of the pass; its backward continues from the gradients of the comparison.
 
-        Raises `LossError` if nothing of the pass has a gradient.
+        Raises `LossError` if nothing in the pass has a gradient.
         """
         pairs = [
             (leaf, gradient)
@@ -81,7 +83,7 @@ class Share:
 
 
 class _Handed(torch.autograd.Function):
-    """A number whose gradient by each tensor is known already."""
+    """A scalar whose gradient with respect to each tensor is already known."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor], *tensors: Tensor) -> Tensor:
@@ -94,7 +96,7 @@ class _Handed(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
     ) -> Any:
-        """Times the gradient by the number, what is known."""
+        """Return the known gradients, multiplied by the gradient of the scalar."""
         (factor,) = grad_outputs
         given = zip(ctx.gradients, ctx.dtypes, strict=True)
         return None, None, *((gradient * factor).to(dtype) for gradient, dtype in given)
@@ -105,9 +107,9 @@ class Comparison:
     """A joint loss over all samples, and its gradient.
 
     Attributes:
-        loss: detached.
-        num_samples: over which it is.
-        gradients, direct: see `Share`; of all samples.
+        loss: the loss, detached.
+        num_samples: number of samples that the loss covers.
+        gradients, direct: as in `Share`, for all samples.
     """
 
     loss: Loss
@@ -116,7 +118,7 @@ class Comparison:
     direct: Sequence[tuple[Tensor, Tensor]]
 
     def share(self, start: int, stop: int) -> Share:
-        """Of the pass that has these of all samples."""
+        """Return the share of the pass that has the samples from `start` to `stop`."""
 
         def part(value: Any) -> Any:
             return value * (stop - start) / self.num_samples
@@ -134,21 +136,21 @@ class Comparison:
 
 
 def nobody(encoded: Any) -> Share:
-    """In place of whom a pass would have to ask: a share that was not compared, to time passes by."""
+    """An `Ask` that returns a share without a comparison, used to time passes."""
     leaves = tensors_in(encoded)
     gradients = [torch.ones_like(one) if one.is_floating_point() else None for one in leaves]
     return Share(Loss(leaves[0].new_zeros((), dtype=torch.float32), len(leaves[0])), gradients, ())
 
 
 class Joint:
-    """A joint loss as the loss function of passes; they have `asked` what is their share."""
+    """Makes a joint loss the loss function of a pass, which gets its share from an `Ask`."""
 
     def __init__(self, loss: JointLoss) -> None:
         self._loss = loss
         self._asked: tuple[Ask, int] | None = None
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
-        """The loss of a pass; of all samples, if nobody is asked."""
+        """Return the loss of a pass, or that of all samples outside of `asking`."""
         if self._asked is None:
             return self._loss(model, batch)
         ask, num_samples = self._asked
@@ -157,7 +159,7 @@ class Joint:
 
     @contextmanager
     def asking(self, ask: Ask | None, num_samples: int) -> Iterator[None]:
-        """Around a pass of so many samples. None: there are no others."""
+        """Context manager for a pass of `num_samples` samples; `ask`: None if there are no others."""
         self._asked = None if ask is None else (ask, num_samples)
         try:
             yield
@@ -165,8 +167,8 @@ class Joint:
             self._asked = None
 
     def encode(self, model: nn.Module, batch: Any, num_samples: int) -> Any:
-        """Encodings of a batch of so many samples, or of more of which none counts (0). Raises
-        `LossError` if they are not one for each."""
+        """Encode a batch of `num_samples` samples; 0: of any number of samples, none of which counts.
+        Raises `LossError` if the encodings do not have one row per sample."""
         encoded = self._loss.encode(model, batch)
         map_leaves(encoded, lambda leaf: _check_rows(leaf, num_samples))
         if not tensors_in(encoded):
@@ -181,17 +183,17 @@ class Joint:
         parameters: Sequence[Tensor],
         seed: Callable[[Tensor], Tensor],
     ) -> Comparison:
-        """The loss of all samples and its gradient.
+        """Compute the loss of all samples and its gradient.
 
         Args:
-            model: handed on.
-            encoded: of all samples, detached.
-            num_samples: how many they are.
-            parameters: that the comparison may use itself.
-            seed: the factor of a sum's gradient on the way through it (scalar tensor), by which what is
-                found is divided again.
+            model: passed to the user's `compare`.
+            encoded: encodings of all samples, detached.
+            num_samples: the number of all samples.
+            parameters: parameters that the comparison may use directly.
+            seed: returns the factor of the sum's gradient in backward (scalar tensor); the resulting
+                gradients are divided by it.
 
-        Raises `LossError` if what `compare` returns is no loss.
+        Raises `LossError` if the user's `compare` does not return a loss.
         """
         with torch.enable_grad():
             encoded = map_leaves(encoded, _as_leaf)
@@ -213,19 +215,19 @@ class Joint:
         )
 
     def evaluate(self, model: nn.Module, encoded: Any, num_samples: int) -> Loss:
-        """The loss of all samples, without gradient. Raises as `compare` does."""
+        """Return the loss of all samples, without gradient. Raises as `compare` does."""
         returned = self._loss.compare(model, encoded)
         return read_loss(returned, lambda: num_samples, training=False)
 
 
 def naming_divided() -> AbstractContextManager[None]:
-    """Around a comparison: torch does not say whose DTensor it was. Raises `LossError` in its place."""
+    """Context manager for a comparison: replaces torch's error on mixed DTensors by a `LossError`."""
     return told_as("mixed torch.Tensor and DTensor", f"{USES_PARAMETERS}.")
 
 
 def encodings_of(loss: JointLoss) -> LossFunction:
-    """What is finite if the encodings of a batch are, and has a finite gradient if they have: to judge
-    samples by, since none has a loss alone."""
+    """Return a loss function that is finite, with a finite gradient, if the encodings of a batch are.
+    It is used to check single samples, for which a joint loss is not defined."""
 
     def total(model: nn.Module, batch: Any) -> Loss:
         leaves = (one for one in tensors_in(loss.encode(model, batch)) if one.is_floating_point())
@@ -236,7 +238,7 @@ def encodings_of(loss: JointLoss) -> LossFunction:
 
 
 def tensors_in(encoded: Any) -> list[Tensor]:
-    """The tensors of a nesting, in order."""
+    """Return the tensors in a nested structure, in order."""
     parts = parts_of(encoded)
     if parts is None:
         return [encoded] if isinstance(encoded, Tensor) else []
@@ -244,20 +246,20 @@ def tensors_in(encoded: Any) -> list[Tensor]:
 
 
 def with_tensors(encoded: Any, tensors: Sequence[Tensor]) -> Any:
-    """A nesting like `encoded` that holds `tensors`, in order."""
+    """Return a structure like `encoded` that contains `tensors`, in order."""
     left = iter(tensors)
     return map_leaves(encoded, lambda leaf: next(left) if isinstance(leaf, Tensor) else leaf)
 
 
 def rows_like(encoded: Any, num_samples: int) -> Any:
-    """Encodings of so many samples, of the kinds that `encoded` has, with any values."""
+    """Return uninitialized encodings of `num_samples` samples, with rows like those of `encoded`."""
     tensors = tensors_in(encoded)
     return with_tensors(encoded, [one.new_empty((num_samples, *one.shape[1:])) for one in tensors])
 
 
 class Rows:
-    """Encodings of `num_samples`, put together as they come: their places are there from the first on,
-    so that no pieces of them stay between what other passes have left."""
+    """Collects encodings of `num_samples` samples as they are computed. Memory for all of them is
+    allocated at the first one, so that no pieces remain among the allocations of other passes."""
 
     def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples
@@ -265,8 +267,8 @@ class Rows:
         self._filled = 0
 
     def add(self, encoded: Any, num_samples: int) -> None:
-        """The next ones, if they count: see `Joint.encode`. Raises `LossError` if they are of other
-        kinds than the ones before."""
+        """Append encodings, unless `num_samples` is 0 (see `Joint.encode`). Raises `LossError` if their
+        row shapes or dtypes differ from those of earlier ones."""
         if self._whole is None:
             self._whole = rows_like(encoded, self._num_samples)
         if not num_samples:
@@ -284,18 +286,18 @@ class Rows:
             place[begin : self._filled].copy_(tensor)
 
     def taken(self) -> Any:
-        """All of them, as one encoding; they are not kept here any more."""
+        """Return all rows as one encoding, and drop the reference to it."""
         whole, self._whole = self._whole, None
         return whole
 
 
 def kinds_of(tensors: Sequence[Tensor]) -> Kinds:
-    """What one row of each is."""
+    """Return the shape and dtype of one row of each tensor."""
     return tuple((tuple(one.shape[1:]), one.dtype) for one in tensors)
 
 
 def told_kinds(kinds: Kinds) -> str:
-    """The same in words."""
+    """Format `kinds` for an error message."""
     return ", ".join(f"{list(shape)} {str(d).removeprefix('torch.')}" for shape, d in kinds)
 
 
@@ -313,8 +315,8 @@ def _check_rows(leaf: Any, num_samples: int) -> Any:
 
 
 def _weighed(returned: Any) -> Any:
-    """What a loss function returned, its weight detached: made of what is encoded (weights of samples,
-    say) it would seem to have a gradient, since all of that is asked for one."""
+    """Detach the weight in what a loss function returned. A weight that is computed from encodings
+    (sample weights, for example) would seem to have a gradient, since all encodings require one."""
     if isinstance(returned, Loss):
         return replace(returned, weight=_detached(returned.weight))
     if isinstance(returned, tuple) and len(returned) == 2:
@@ -333,13 +335,13 @@ def _as_leaf(leaf: Any) -> Any:
 
 
 def _divided(gradient: Tensor, factor: Tensor) -> Tensor:
-    """In float32 at least: a scale was there to keep it in the range of a half."""
+    """Divide in float32 or wider: the scale kept the gradient in the range of half precision."""
     return widened(gradient) / factor
 
 
 @contextmanager
 def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """A hook on a gradient sees it when a pass has added it, and only then."""
+    """Context manager that disables gradient hooks: they run only when a pass adds a gradient."""
     hooks = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
     for registered, _ in hooks:
         registered.clear()

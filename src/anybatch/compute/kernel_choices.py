@@ -1,22 +1,22 @@
-"""Kernel choices: which kernels compute a model, and in which layout. The arithmetic stays the same, up
-to the order in which sums are rounded.
+"""Kernel choices: which kernels compute a model, and in which memory format. The arithmetic stays the
+same, up to the order in which sums are rounded.
 
-**Channels-last.** Only the inputs of convolutions are laid out anew, each right before its convolution.
-What comes out has the layout of what went in, so in a row of convolutions one input is copied. Weights
-stay as they are, and with them gradients, optimizer states and checkpoints: a convolution takes its
-kernel to the layout of its input by itself.
+**Channels-last.** Only the inputs of convolutions are converted, each right before its convolution. The
+output has the memory format of the input, so in a sequence of convolutions only one input is copied.
+Weights keep their format, and with them gradients, optimizer states and checkpoints: a convolution
+converts its weight to the format of its input internally.
 
-**Autotuning.** cuDNN times its algorithms the first time that it meets a shape.
+**Autotuning.** cuDNN benchmarks its algorithms the first time that it meets a shape.
 
-**Compiling.** Each block is compiled by itself, inside of what recompute and sharding put around it:
+**Compiling.** Each block is compiled separately, inside the wrappers of recompute and sharding:
 
     gather weights ( checkpoint ( compiled forward of the block ) )
 
-so neither has to be understood by the compiler, blocks that are alike share what is compiled, and
-names stay plain. Random numbers are drawn by torch's own kernels, so dropout has the masks that it has
-without the compiler. The first size of a micro-batch is compiled for just this size; a second one
-makes torch compile the block once more, for any size. What has been compiled stays in the process: a
-model whose blocks are taken out of the compiler and put back into it goes on with that.
+The compiler therefore does not have to support these wrappers, identical blocks share compiled code,
+and module names do not change. Random numbers are drawn by torch's eager kernels, so dropout masks are
+the same as without the compiler. The first micro-batch size is compiled as a static size; a second one
+makes torch compile the block once more, for any size. Compiled code stays in the process: a model whose
+blocks are restored and then compiled again reuses it.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from anybatch.plans import KernelChoices, Recompute
 from anybatch.process.files import cache_folder
 
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
-"""Layers that have kernels of their own for channels-last tensors."""
+"""Layers with dedicated kernels for channels-last tensors."""
 
 _COMPILERS = ("c++", "g++", "clang++")
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _VARIANTS = 8
-"""Of a block: in training and in evaluation, with gradient and without, for one size and for any."""
+"""Variants of a block: training or evaluation, with or without gradient, for one size or for any."""
 
 
 def install(model: nn.Module, kernels: KernelChoices) -> Callable[[], None]:
-    """Make `model` run as the plan says, but for what `compile_blocks` does; the function returned
-    undoes it."""
+    """Apply `kernels` to `model`, except for compilation (see `compile_blocks`). Returns a function
+    that undoes it."""
     with ExitStack() as undo:
         if kernels.channels_last:
             for convolution in model.modules():
@@ -63,11 +63,11 @@ def install(model: nn.Module, kernels: KernelChoices) -> Callable[[], None]:
 
 
 def compile_blocks(model: nn.Module, recompute: Recompute) -> Callable[[], None]:
-    """Compile the blocks of `model`, when each runs for the first time; the function returned undoes
-    it. To be called before recompute is installed."""
+    """Compile the blocks of `model`, each on its first call. Returns a function that undoes it. To be
+    called before recompute is installed."""
     units = units_of(model, recompute)
     with ExitStack() as undo:
-        # Unlike blocks of one class share torch's count of variants, beyond which it compiles no more.
+        # Different blocks of one class share torch's recompile limit, beyond which it stops compiling.
         undo.callback(_RECOMPILE_LIMIT.hold(lambda before: max(before, _VARIANTS * len(units))))
         for unit in units.values():
             undo.callback(replace_forward(unit, _Compiled))
@@ -75,19 +75,19 @@ def compile_blocks(model: nn.Module, recompute: Recompute) -> Callable[[], None]
 
 
 def units_of(model: nn.Module, recompute: Recompute) -> dict[str, nn.Module]:
-    """What is compiled, each by itself: the blocks, or the whole model if it has none; where a part of
-    one is recomputed, that part instead."""
+    """Return the modules that are compiled separately: the blocks, or the whole model if it has none.
+    If a part of a block is recomputed, that part is compiled instead."""
     recomputed: list[str] = []
     for name, block in match_blocks(model, recompute.blocks).items():
         if recompute.nested and isinstance(block, nn.Sequential):
-            # A tree runs the layers of a chain, never the chain itself.
+            # Nested recompute runs the layers of a chain, never the chain itself.
             prefix = "" if name == ROOT else f"{name}."
             recomputed += [f"{prefix}{child}" for child, _ in block.named_children()]
         else:
             recomputed.append(name)
     blocks = find_blocks(model) or [ROOT]
     units = [name for name in blocks if not any(_inside(part, name) for part in recomputed)]
-    # What lies inside of a unit, or around some, is compiled with it, or piece by piece.
+    # A part inside a unit is compiled with it, and one that contains units, unit by unit.
     units += [
         part
         for part in recomputed
@@ -98,7 +98,7 @@ def units_of(model: nn.Module, recompute: Recompute) -> dict[str, nn.Module]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether its user has compiled it, or a part of it, by `torch.compile`."""
+    """Whether the user has compiled `model`, or a part of it, with `torch.compile`."""
     return any(
         module._compiled_call_impl is not None
         or any(name == "_orig_mod" for name, _ in module.named_children())
@@ -107,14 +107,14 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def check_available(kernels: KernelChoices, device: torch.device) -> None:
-    """Raises `InputError` if `kernels` cannot be had on `device`, saying what is missing."""
+    """Raises `InputError` if `kernels` are not available on `device`, naming what is missing."""
     if kernels.compile and (told := missing(device)):
         raise InputError(f"the plan compiles the model, and {told}, or plan without --compile.")
 
 
 def missing(device: torch.device) -> str:
-    """What compiling for `device` needs and is not there, and what helps; empty if nothing is
-    missing."""
+    """Describe what compiling for `device` requires that is not installed, and how to install it; empty
+    if nothing is missing."""
     compiler = os.environ.get("CXX")
     if not any(shutil.which(name) for name in ((compiler,) if compiler else _COMPILERS)):
         names = compiler or ", ".join(_COMPILERS)
@@ -135,7 +135,7 @@ def _channels_last(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]
 
 
 class _Compiled:
-    """The `forward` of a block, compiled when it is first run."""
+    """The `forward` of a block, compiled on its first call."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
@@ -149,14 +149,16 @@ class _Compiled:
 
 
 def leave_others_cache() -> None:
-    """torch keeps what it has compiled, and runs it, in a folder of a known name among the temporary
-    files. Where another user was first to make it, or may write to it, this user's cache is used."""
+    """Move torch's compile cache to this user's cache folder if another user may have written to it.
+
+    torch stores compiled code, which it then runs, in a temporary folder with a known name. Another
+    user may have created that folder, or may have write access to it."""
     from torch._inductor import config
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     shared = Path(default_cache_dir()).absolute()
     if Path(os.environ.get(_CACHE, shared)).absolute() != shared or not hasattr(os, "getuid"):
-        return  # where the user has said
+        return  # the user has chosen a folder
     with suppress(OSError):
         shared.mkdir(mode=0o700, exist_ok=True)
         found = shared.lstat()
@@ -169,12 +171,12 @@ def leave_others_cache() -> None:
             return
     os.environ[_CACHE] = str(cache_folder() / "torchinductor")
     config.cpp_cache_precompile_headers = (
-        False  # they are kept in the other folder whatever is said
+        False  # they are stored in the default folder despite the setting
     )
 
 
 class _Setting:
-    """A setting of the process, held by any number of models: whoever lets go last puts it back."""
+    """A process-wide setting, held by any number of models. The last release restores the old value."""
 
     def __init__(self, module: str, name: str) -> None:
         self._module = module
@@ -183,7 +185,7 @@ class _Setting:
         self._before: Any = None
 
     def hold(self, value: Callable[[Any], Any]) -> Callable[[], None]:
-        """Set it to `value` of what it is; the function returned lets go."""
+        """Set the setting to `value(current)`. Returns a function that releases it."""
         owner = importlib.import_module(self._module)
         now = getattr(owner, self._name)
         if self._holders == 0:

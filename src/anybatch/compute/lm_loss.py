@@ -1,23 +1,24 @@
-"""lm_loss: cross-entropy over a large vocabulary, without the logits in memory.
+"""lm_loss: cross-entropy over a large vocabulary, without materializing the logits.
 
-Logits of 8,000 tokens over 40,000 words are 1.28 GB in float32, and a plain loss holds three of that
-size at once in backward. None of them is needed whole: here a chunk of logits becomes its part of the
-loss and of the gradients, and its memory is used again.
+Logits of 8,000 tokens over 40,000 words take 1.28 GB in float32, and a plain loss holds three tensors
+of that size at once in backward. None of them is needed as a whole: here each chunk of logits is
+reduced to its part of the loss and of the gradients, and its memory is reused.
 
-    by tokens        |W |        a chunk is some tokens against the whole vocabulary. The gradients are
-                  h  |xx|        computed in forward, while the chunk is there: 3 products, as in a
-                     |  |        plain loss. The weight's gradient is a sum over chunks.
-    by vocabulary    |W |        a chunk is all tokens against some words. Forward keeps one number per
+    by tokens        |W |        a chunk is some tokens times the whole vocabulary. The gradients are
+                  h  |xx|        computed in forward, from the same chunk: 3 products, as in a plain
+                     |  |        loss. The weight's gradient is a sum over chunks.
+    by vocabulary    |W |        a chunk is all tokens times some words. Forward saves one number per
                   h  |x |        token, backward computes the logits once more: 4 products. Each row of
-                     |x |        the weight's gradient is computed whole, in one product.
+                     |x |        the weight's gradient is computed at once, in one product.
 
-A sum over chunks is as good as the dtype it is held in. So float32 and float64 go by tokens; half
-precision goes by vocabulary, where nothing of the weight is added up, no float32 copy of its gradient
-is needed, and the loss scale of float16 is applied before numbers are rounded, as in a plain loss.
+A sum over chunks is only as accurate as its dtype. Therefore float32 and float64 use chunks of tokens.
+Half precision uses chunks of the vocabulary, where the weight's gradient is not accumulated over
+chunks, no float32 copy of it is needed, and the loss scale of float16 is applied before values are
+rounded, as in a plain loss.
 
-torch has the first of the two from 2.13 on (`functional.linear_cross_entropy`): without smoothing,
-z-loss or weights, with sums rounded to the dtype of its input, and as one operation that a trace on
-fake tensors cannot look into. So it is not used.
+torch provides the first variant from 2.13 on (`functional.linear_cross_entropy`): without smoothing,
+z-loss or weights, with sums rounded to the dtype of its input, and as a single operation that a trace
+on fake tensors cannot look into. It is therefore not used.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ from anybatch.task import Loss
 Backend: TypeAlias = Literal["auto", "plain", "tokens", "vocabulary"]
 
 PLAIN_LOGITS = 1 << 20
-"""Up to so many logits `auto` is plain: chunks would save less than 12 MiB (three times the logits in
-float32), and the plain loss is the faster one (benchmarks/vocabulary/README.md)."""
+"""Up to this number of logits, `auto` selects `plain`: chunks would save less than 12 MiB (three times
+the logits in float32), and the plain loss is faster (benchmarks/vocabulary/README.md)."""
 
 _CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
-"""Logits of a chunk, in float32: large enough for the products, small enough for a CPU's caches; on
-CUDA, large enough that its kernels take longer than their launches (docs/log.md)."""
+"""Size of the logits of a chunk, in float32: large enough for efficient products, small enough for the
+caches of a CPU; on CUDA, large enough that kernels take longer than their launches (docs/log.md)."""
 _LEAST_TOKENS = {"cpu": 256, "cuda": 1024}
-"""Every chunk of tokens reads the weight and adds to its gradient, so it should not be thin."""
+"""Minimum tokens per chunk: every chunk reads the weight and adds to its gradient."""
 _LEAST_WORDS = 128
 _LOG2_E = math.log2(math.e)
 _STANDS_FOR: ContextVar[str | None] = ContextVar("stands_for", default=None)
@@ -76,33 +77,37 @@ def lm_loss(
     chunk: int | None = None,
     backend: Backend = "auto",
 ) -> Loss:
-    """Cross-entropy between `hidden @ weight.T + bias` and `targets`: the sum over all tokens that are
-    not ignored, and their number. So it is exact under accumulation, however unequal micro-batches are.
+    """Compute cross-entropy between the logits `hidden @ weight.T + bias` and `targets`.
 
-    Computed in the dtype of autocast, or of the weight without it; softmax and sums in float32 (float64
-    where the weight is float64). Gradients reach `hidden`, weight and bias; in chunks they cannot be
-    differentiated again, with `backend="plain"` they can.
+    Large logits are computed in chunks and never stored as a whole; see `backend`. Returns a `Loss`:
+    the sum over all tokens that are not ignored, and their number. It is exact under gradient
+    accumulation, however unequal micro-batches are.
+
+    Inputs are cast to the autocast dtype, or without autocast to the dtype of the weight; softmax and
+    sums are computed in float32 (float64 if the weight is float64). Gradients are computed for
+    `hidden`, weight and bias. They can be differentiated again with `backend="plain"`, but not in
+    chunks.
 
     Args:
-        hidden: what the head is applied to, `[..., tokens, hidden]`.
-        head: a `nn.Linear`, a tied `nn.Embedding`, or the weight itself, `[vocabulary, hidden]`.
-        targets: ids of words, int64, `[..., tokens]`: one for each vector of `hidden`.
-        bias: `[vocabulary]`. A linear layer brings its own.
-        ignore_index: a target that counts nothing.
+        hidden: input of the head, `[..., tokens, hidden]`.
+        head: an `nn.Linear`, a tied `nn.Embedding`, or the weight itself, `[vocabulary, hidden]`.
+        targets: word ids, int64, `[..., tokens]`: one for each vector of `hidden`.
+        bias: `[vocabulary]`. Omit it for a linear layer that has a bias.
+        ignore_index: target value of tokens that are ignored.
         label_smoothing: share of each target that is spread evenly over all words, 0 to 1.
-        z_loss: factor of the squared log of softmax's denominator, which is added for each token and
-            keeps it near one (Chowdhery et al. 2022, "PaLM", section 5).
-        softcap: logits become `softcap * tanh(logits / softcap)` first, as in Gemma 2.
-        weights: importance of each token, `[..., tokens]`, not below zero; the weight of the loss is
+        z_loss: factor of the squared log of the softmax denominator. This term is added for each token
+            and keeps the denominator near one (Chowdhery et al. 2022, "PaLM", section 5).
+        softcap: if given, logits are replaced by `softcap * tanh(logits / softcap)`, as in Gemma 2.
+        weights: weight of each token, `[..., tokens]`, non-negative. The weight of the loss is then
             their sum over the tokens that are not ignored.
-        chunk: tokens per chunk, or words per chunk by vocabulary; chosen by size where not given.
-        backend: `plain` (all logits at once), `tokens` or `vocabulary`; `auto`: plain up to
-            `PLAIN_LOGITS` logits, else by tokens, or by vocabulary in half precision.
+        chunk: tokens per chunk, or words per chunk with `vocabulary`; chosen by size if None.
+        backend: `plain` (all logits at once), `tokens` or `vocabulary`. `auto` selects `plain` up to
+            `PLAIN_LOGITS` logits, above that `tokens`, or `vocabulary` in half precision.
 
     Raises:
-        DataError: a target is no word of the vocabulary. On an accelerator, where looking would stop
-            the step, the loss is NaN instead; a step refuses that, and `wrong_target` tells which.
-        InputError: shapes that do not fit, a head with a forward of its own.
+        DataError: a target is outside of the vocabulary. On an accelerator, where the check would block
+            the step, the loss is NaN instead; a step rejects it, and `wrong_target` names the target.
+        InputError: shapes do not match, or the head defines another forward.
     """
     weight, bias = _weight_of(head, bias)
     _check_shapes(hidden, weight, bias, targets, weights)
@@ -122,8 +127,8 @@ def loss_of_logits(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Loss:
-    """The same of logits `[..., tokens, vocabulary]` that are there already. Arguments and errors as in
-    `lm_loss`."""
+    """Compute the loss of `lm_loss` from existing logits `[..., tokens, vocabulary]`. Arguments and
+    errors are those of `lm_loss`."""
     options = _Options(label_smoothing, z_loss, None)
     _check_targets(targets, logits.shape[:-1])
     aims = _aims(targets, logits.size(-1), ignore_index, None, logits.dtype)
@@ -141,8 +146,9 @@ def chunked_cross_entropy(
     label_smoothing: float,
     reduction: Literal["sum", "mean", "none"],
 ) -> Tensor:
-    """`functional.cross_entropy(linear(hidden, weight, bias), targets)` in chunks, in the dtype of the
-    sums. All are in the dtype of the product, `hidden` `[N, H]` and `targets` `[N]`.
+    """Compute `functional.cross_entropy(linear(hidden, weight, bias), targets)` in chunks; the result
+    is in the dtype of the sums. `hidden` `[N, H]`, `weight` and `bias` are in the dtype of the product;
+    `targets` has the shape `[N]`.
 
     Raises `DataError` and `InputError` as `lm_loss` does.
     """
@@ -158,8 +164,8 @@ def chunked_cross_entropy(
 
 
 def wrong_target() -> str | None:
-    """The first target that was no word of its vocabulary and could not be told at once, since it is on
-    an accelerator: a sentence, or None. Waits for the device, and forgets."""
+    """Describe the first target on an accelerator that was outside of its vocabulary and could not be
+    reported at once, or return None. Synchronizes with the device, and clears the record."""
     for device, seen in list(_SEEN.items()):
         del _SEEN[device]
         found, place, value, words = seen.tolist()
@@ -169,14 +175,15 @@ def wrong_target() -> str | None:
 
 
 def tokens_per_chunk(words: int, itemsize: int, device: str) -> int:
-    """Tokens of a chunk by tokens, where nobody chose: of a vocabulary of so many words, with logits of
-    `itemsize` bytes, on a kind of device."""
+    """Default number of tokens per chunk, by tokens, for a vocabulary of `words` words and logits of
+    `itemsize` bytes on `device` (its type)."""
     return max(_chunk_bytes(device) // (words * itemsize), _LEAST_TOKENS.get(device, 1024))
 
 
 @contextmanager
 def standing_for(device: str) -> Iterator[None]:
-    """Chunks inside are those of a kind of device for which other tensors stand, in a trace."""
+    """Context manager for a trace: chunk sizes are those of the device type `device`, which the tensors
+    represent."""
     token = _STANDS_FOR.set(device)
     try:
         yield
@@ -186,7 +193,7 @@ def standing_for(device: str) -> Iterator[None]:
 
 @contextmanager
 def few_chunks() -> Iterator[None]:
-    """Inside, the first chunks and the last one stand for all, in a trace of memory: they are alike."""
+    """Context manager for a memory trace: runs only the first and last chunks, since all are alike."""
     token = _FEW.set(True)
     try:
         yield
@@ -205,7 +212,7 @@ def _chunk_bytes(device: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """What is added to a plain cross-entropy. Raises `InputError` for values that make no sense."""
+    """Extensions of plain cross-entropy. Raises `InputError` for invalid values."""
 
     smoothing: float
     z_loss: float
@@ -222,15 +229,15 @@ class _Options:
 
 @dataclass(frozen=True, slots=True)
 class _Aims:
-    """What is counted, of N tokens.
+    """Targets and weights of N tokens.
 
     Attributes:
-        words: id of the target `[N]`, 0 where nothing is counted.
-        counted: `[N]`.
-        scale: importance `[N]`, 0 where nothing is counted, in the dtype of the sums.
-        total: of the importance.
-        weighed: whether tokens differ in importance.
-        poison: None, or a factor of the loss: NaN where a target is wrong.
+        words: target ids `[N]`, 0 for tokens that do not count.
+        counted: whether each token counts, `[N]`.
+        scale: token weights `[N]`, 0 for tokens that do not count, in the dtype of the sums.
+        total: sum of the token weights.
+        weighed: whether token weights were given.
+        poison: None, or a factor of the loss that is NaN if a target is wrong.
     """
 
     words: Tensor
@@ -277,31 +284,31 @@ class _Job:
 
     @property
     def in_chunks(self) -> Backend:
-        """The backend that suits its dtype."""
+        """The chunked backend that suits the dtype of the weight."""
         return "vocabulary" if self.is_half else "tokens"
 
     def precise(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden, weight and bias in the dtype of the sums."""
+        """Return hidden, weight and bias in the dtype of the sums."""
         to = self.aims.scale.dtype
         bias = None if self.bias is None else self.bias.to(to)
         return self.hidden.to(to), self.weight.to(to), bias
 
     @property
     def device(self) -> str:
-        """The kind of device that it runs on, or stands for."""
+        """The device type that the job runs on, or that it represents in a trace."""
         return _STANDS_FOR.get() or self.weight.device.type
 
     def tokens_per_chunk(self) -> int:
-        """By size, of logits in the dtype of the sums."""
+        """Return the default chunk size by tokens, for logits in the dtype of the sums."""
         return tokens_per_chunk(self.weight.size(0), self.aims.scale.element_size(), self.device)
 
     def words_per_chunk(self) -> int:
-        """By size."""
+        """Return the default chunk size by vocabulary."""
         return words_per_chunk(self.hidden.size(0), self.device)
 
 
 def _chosen(backend: Backend, job: _Job) -> Backend:
-    """The backend to run, which can do what is asked for."""
+    """Return the backend to run, with `auto` resolved. Raises `InputError` for an unknown one."""
     if backend not in _BACKENDS and backend != "auto":
         raise InputError(f"backend is {backend!r}: choose 'auto', {listed(_BACKENDS)}.")
     if backend == "auto":
@@ -323,7 +330,7 @@ def _sum_of(job: _Job, backend: Backend, chunk: int | None) -> Tensor:
 
 
 def _plain(job: _Job, _chunk: int | None) -> Tensor:
-    """All logits at once, as everybody writes it."""
+    """Compute all logits at once, as a standard loss does."""
     logits = F.linear(job.hidden, job.weight, job.bias)
     return _of_logits(logits, job.aims, job.options)
 
@@ -347,7 +354,7 @@ def _of_logits(logits: Tensor, aims: _Aims, options: _Options) -> Tensor:
 
 
 def _by_tokens(job: _Job, chunk: int | None) -> Tensor:
-    """In float32 (or 64) whatever the precision: the weight's gradient is a sum over chunks."""
+    """Compute in float32 (or float64) for any precision: the weight's gradient is a sum over chunks."""
     size = min(chunk or job.tokens_per_chunk(), job.hidden.size(0))
     apply: Callable[..., Tensor] = _ByTokens.apply
     return apply(*job.precise(), job.aims, job.options, size, torch.is_grad_enabled())
@@ -360,7 +367,7 @@ def _by_vocabulary(job: _Job, chunk: int | None) -> Tensor:
 
 
 def _each_by_vocabulary(job: _Job, chunk: int) -> Tensor:
-    """The losses of the tokens `[N]`."""
+    """Return the loss of each token `[N]`."""
     apply: Callable[..., Tensor] = _ByVocabulary.apply
     size = min(chunk, job.weight.size(0))
     return apply(job.hidden, job.weight, job.bias, job.aims, job.options, size)
@@ -374,7 +381,7 @@ _BACKENDS: dict[str, Callable[[_Job, int | None], Tensor]] = {
 
 
 class _ByTokens(torch.autograd.Function):
-    """See the module. One buffer `[chunk, V]` is logits, softmax and gradient of the logits in turn."""
+    """The loss by tokens. One buffer `[chunk, V]` holds logits, softmax and logit gradients in turn."""
 
     @staticmethod
     def forward(
@@ -415,7 +422,7 @@ class _ByTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         _check_once()
-        # In place where this is the last use: the weight's gradient is the largest thing here.
+        # In place if this is the last use: the weight's gradient is the largest tensor here.
         scaled = torch.mul if _keeps_graph() else Tensor.mul_
         parts = [None if p is None else scaled(p, gradients[0]) for p in ctx.saved_tensors]
         return (*parts, None, None, None, None)
@@ -432,7 +439,7 @@ def _check_once() -> None:
 def _to_gradient(
     logits: Tensor, targets: Tensor, scale: Tensor, options: _Options, wanted: bool
 ) -> Tensor:
-    """The losses of a chunk of tokens `[n]`; the logits `[n, V]` become their gradient, in place."""
+    """Return the losses `[n]` of a chunk of tokens; if `wanted`, `logits` becomes its gradient."""
     scale, targets = scale[:, None], targets[:, None]
     slope = _cap(logits, options.softcap, wanted)
     at_target = logits.gather(1, targets)
@@ -450,8 +457,8 @@ def _to_gradient(
 
 
 def _exp(x: Tensor) -> Tensor:
-    """e to the power of `x`, in place. On a CPU as a power of two: MKL's exponential, which torch
-    calls, takes twenty times as long where results are too small for a normal number, as those of
+    """Compute `exp(x)` in place. On a CPU it is computed as a power of two: MKL's exponential, which
+    torch calls, takes twenty times as long where results are too small for a normal number, as those of
     unlikely words are."""
     if (_STANDS_FOR.get() or x.device.type) == "cpu":
         return x.mul_(_LOG2_E).exp2_()
@@ -459,8 +466,8 @@ def _exp(x: Tensor) -> Tensor:
 
 
 class _ByVocabulary(torch.autograd.Function):
-    """See the module. The losses of the tokens `[N]`; between forward and backward only softmax's
-    denominators are kept."""
+    """The losses of the tokens `[N]`, by vocabulary. Between forward and backward only the softmax
+    denominators are saved, besides the inputs."""
 
     @staticmethod
     def forward(
@@ -489,7 +496,7 @@ class _ByVocabulary(torch.autograd.Function):
             total.mul_(_exp(highest - higher))
             total += _exp(logits.sub_(higher)).sum(1, keepdim=True)
             highest = higher
-            del logits  # before the next ones are made
+            del logits  # before the next ones are allocated
         normaliser = total.log().add_(highest)
         ctx.save_for_backward(hidden, weight, bias, targets, scale, normaliser)
         ctx.options, ctx.chunk = options, chunk
@@ -530,7 +537,7 @@ class _ByVocabulary(torch.autograd.Function):
 
 
 def _starts(size: int, chunk: int) -> Sequence[int]:
-    """Where the chunks of `size` begin."""
+    """Return the start of each chunk of `size`; see also `few_chunks`."""
     starts = range(0, size, chunk)
     return [*starts[:2], starts[-1]] if _FEW.get() and len(starts) > 3 else starts
 
@@ -542,13 +549,13 @@ def _logits(
 
 
 def _within(targets: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
-    """Which targets are among the `size` words from `start` on, and their places there."""
+    """Return which targets are among the `size` words from `start` on, and their positions there."""
     place = targets - start
     return (place >= 0) & (place < size), place.clamp(0, size - 1)
 
 
 def _cap(logits: Tensor, softcap: float | None, wanted: bool) -> Tensor | None:
-    """Bound the logits in place, and return the slope of that, if it is wanted."""
+    """Apply the softcap to the logits in place, and return its derivative if `wanted`."""
     if softcap is None:
         return None
     logits.div_(softcap).tanh_()
@@ -564,7 +571,7 @@ def _losses(
     scale: Tensor,
     options: _Options,
 ) -> Tensor:
-    """Loss of each token `[n]`: cross-entropy against the smoothed target, and the z-loss."""
+    """Return the loss of each token `[n]`: cross-entropy with the smoothed target, plus the z-loss."""
     losses = normaliser - (1 - options.smoothing) * at_target
     if mean is not None:
         losses = losses - options.smoothing * mean
@@ -574,7 +581,7 @@ def _losses(
 
 
 def _rise(normaliser: Tensor, scale: Tensor, options: _Options) -> Tensor:
-    """The gradient of a token's loss by its softmax's denominator, in logarithms."""
+    """Return the gradient of each token's loss with respect to the log of its softmax denominator."""
     return scale * (1 + 2 * options.z_loss * normaliser) if options.z_loss else scale
 
 
@@ -586,9 +593,9 @@ def _fall(
     words: int,
     spread: Tensor | None = None,
 ) -> None:
-    """Take from the gradient of the logits what the smoothed targets take, in place. `spread`: scale of
-    the even part, where it is not that of the targets."""
-    # No sum over the same place twice: the same bits every time, on every device.
+    """Subtract the smoothed targets from the gradient of the logits, in place. `spread`: scale of the
+    uniform part, if it differs from that of the targets."""
+    # No element is accumulated twice, so results are bitwise reproducible on every device.
     rows = torch.arange(len(gradient), device=gradient.device)[:, None]
     gradient[rows, places] -= (1 - options.smoothing) * scale
     if options.smoothing:
@@ -600,7 +607,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     elif total.device.type == "cpu":
         total.add_(left @ right)
-    else:  # in halves: the product is the largest tensor beside the chunk of logits
+    else:  # in halves: the product is the largest tensor besides the chunk of logits
         middle = len(left) // 2
         for part in (slice(middle), slice(middle, None)):
             total[part].add_(left[part] @ right)
@@ -610,7 +617,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _weight_of(head: nn.Module | Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a head that does nothing but multiply by them."""
+    """Return weight and bias of a head. Raises `InputError` if it does more than apply them."""
     if isinstance(head, Tensor):
         weight = head
     elif not is_plain_head(head):
@@ -636,7 +643,7 @@ def _weight_of(head: nn.Module | Tensor, bias: Tensor | None) -> tuple[Tensor, T
 
 
 def is_plain_head(head: object) -> bool:
-    """Whether a module multiplies by its weight and adds its bias, and does nothing else."""
+    """Whether a module only multiplies by its weight and adds its bias."""
     forward = getattr(type(head), "forward", None)
     if forward in (nn.Linear.forward, nn.Embedding.forward):
         return True
@@ -684,7 +691,7 @@ def _check_targets(targets: Tensor, shape: torch.Size) -> None:
 def in_compute_dtype(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As autocast would have it; without it, in the dtype of the weight."""
+    """Cast to the autocast dtype, or without autocast to the dtype of the weight."""
     dtype, device = weight.dtype, hidden.device.type
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
@@ -692,12 +699,12 @@ def in_compute_dtype(
 
 
 _SEEN: dict[torch.device, Tensor] = {}
-"""The first wrong target on each accelerator: found, place, value, size of the vocabulary."""
+"""The first wrong target on each accelerator: found, position, value, size of the vocabulary."""
 
 
 def _look(wrong: Tensor, targets: Tensor, shape: torch.Size, words: int) -> Tensor | None:
-    """Refuse a target that is no word. On an accelerator the host is not told: then a factor of the
-    loss, NaN where a target is wrong."""
+    """Raises `DataError` if a target is outside of the vocabulary. On an accelerator, where the host
+    cannot read values without synchronizing, returns a factor of the loss: NaN if a target is wrong."""
     if isinstance(targets, FakeTensor) or torch.compiler.is_compiling() or not len(targets):
         return None
     if targets.device.type == "cpu":
@@ -705,15 +712,15 @@ def _look(wrong: Tensor, targets: Tensor, shape: torch.Size, words: int) -> Tens
             flat = int(wrong.nonzero()[0])
             place = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), shape))
             where = place[0] if len(place) == 1 else place
-            row = place[0] if len(place) > 1 else None  # else all tokens are in one line
+            row = place[0] if len(place) > 1 else None  # else all tokens are in one sequence
             raise DataError(_wrong_sentence(f"at {where}", int(targets[flat]), words), row)
         return None
     return _note_wrong(wrong, targets, words)
 
 
 def _note_wrong(wrong: Tensor, targets: Tensor, words: int) -> Tensor:
-    """Note the first wrong target on its device, and return the factor of the loss. Nothing here
-    waits for the device, as indexing by a number on it would."""
+    """Record the first wrong target on its device, and return the factor of the loss. Nothing here
+    synchronizes with the device, as indexing by a value on it would."""
     places = torch.arange(len(wrong), device=wrong.device)
     place = torch.where(wrong, places, len(wrong) - 1).min().view(1)
     found, target = wrong.index_select(0, place), targets.index_select(0, place)

@@ -1,7 +1,7 @@
-"""Reading what a user's loss function returned, with a sentence for each thing it should not be.
+"""Reads the value returned by a user's loss function, with a specific error for each invalid form.
 
-Only shapes and types are looked at, never values: reading a value would wait for the device, once per
-micro-batch. Values (not finite, negative weight) are looked at once, at the end of the step.
+Only shapes and types are checked, never values: reading a value would synchronize with the device once
+per micro-batch. Values (not finite, negative weight) are checked once, at the end of the step.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _REMEDY = (
 
 
 def read_loss(returned: Any, num_samples: Callable[[], int], training: bool = True) -> Loss:
-    """`returned` as a `Loss`. A plain mean becomes a sum by `num_samples()`.
+    """Convert `returned` to a `Loss`. A plain mean is multiplied by `num_samples()` to get a sum.
 
-    Raises `LossError` if it is nothing that a loss can be.
+    Raises `LossError` if `returned` is not a valid loss.
     """
     if isinstance(returned, Tensor):
         _check_sum(returned, training)
@@ -42,14 +42,14 @@ def read_loss(returned: Any, num_samples: Callable[[], int], training: bool = Tr
 
 
 def widened(values: Tensor) -> Tensor:
-    """In float32 at least, whose range no sum or scale leaves."""
+    """Cast `values` to float32 if their dtype is narrower, so that sums and scaling do not overflow."""
     return values.float() if values.dtype.itemsize < 4 else values
 
 
 @contextmanager
 def told_as(said: str, sentence: str) -> Iterator[None]:
-    """Around what may end in a `RuntimeError` in which torch has `said` this: raises a `LossError` with
-    the `sentence` in its place."""
+    """Context manager that replaces a `RuntimeError` whose message contains `said` with a `LossError`
+    whose message is `sentence`."""
     try:
         yield
     except RuntimeError as error:
@@ -59,9 +59,10 @@ def told_as(said: str, sentence: str) -> Iterator[None]:
 
 
 def naming_lost_graphs() -> AbstractContextManager[None]:
-    """Around a pass, forward and backward: torch tells of a graph that is gone, and not who used it.
+    """Context manager around a pass (forward and backward) that explains errors about a freed graph:
+    torch reports that the graph was freed, but not what used it.
 
-    Raises `LossError` in its place.
+    Raises `LossError` in place of torch's error.
     """
     return told_as(
         "backward through the graph a second time",
@@ -72,15 +73,15 @@ def naming_lost_graphs() -> AbstractContextManager[None]:
 
 
 def leaving_gradients_alone(loss: LossFunction, parameters: Sequence[nn.Parameter]) -> LossFunction:
-    """`loss`, watched: gradients are sums over passes. A function that clears them, as the body of a
-    training loop does, would leave those of the last pass, and nothing else would show it. Nor would
-    gradients that a GradScaler of the script has scaled.
+    """Wrap `loss` to detect changes to the gradients, which are summed over passes. A loss function
+    that clears them, as the body of a training loop does, would leave only those of the last pass,
+    without any other symptom. The same is true of gradients scaled by a GradScaler in the script.
 
-    Raises `LossError` when it is called and does so, adds to them, or scales.
+    The wrapper raises `LossError` if `loss` clears the gradients, adds to them, or scales the loss.
     """
 
     def watched(model: nn.Module, batch: Any) -> Any:
-        # Whatever clears one of them clears all.
+        # Checking one gradient is enough: code that clears one clears all.
         found = next(((p, p.grad, p.grad._version) for p in parameters if p.grad is not None), None)
         with _scaling_refused():
             returned = loss(model, batch)
@@ -99,7 +100,7 @@ def leaving_gradients_alone(loss: LossFunction, parameters: Sequence[nn.Paramete
 
 @contextmanager
 def _scaling_refused() -> Iterator[None]:
-    """Around a call of the loss function: it has no gradient scaler of its own."""
+    """Context manager around a loss function call in which `GradScaler.scale` raises an error."""
     before = GradScaler.scale
     GradScaler.scale = _refuse_scaling
     try:

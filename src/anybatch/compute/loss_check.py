@@ -31,7 +31,7 @@ from anybatch.errors import LossError
 from anybatch.task import Loss, LossFunction
 
 LOOKED_AT = 16
-"""The most samples that the check uses."""
+"""Maximum number of samples that the check uses."""
 
 Evaluate: TypeAlias = Callable[[Any, int], "tuple[Loss, bool]"]
 """(batch, number of samples) -> (loss, whether the function returned a plain number)."""
@@ -47,7 +47,7 @@ _ANOTHER = (
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """The loss of some samples. `metrics`: sum and weight by name."""
+    """The loss of some samples. `metrics` maps names to (sum, weight)."""
 
     num_samples: int
     total: float
@@ -57,7 +57,7 @@ class _Sums:
 
     @property
     def returned(self) -> float:
-        """The number that the function returned: the mean if it returned a plain number."""
+        """The number that the loss function returned: the mean if it returned a plain number."""
         return self.total / self.weight if self.is_plain and self.weight else self.total
 
 
@@ -70,23 +70,25 @@ def check_adds_up(
     cut: int,
     close: float,
 ) -> bool | None:
-    """Compare some samples with the first `cut` of them and the others; return whether a warning was
-    issued, or None if the loss raises an error for few samples.
+    """Compare the loss of some samples with that of the first `cut` of them and of the rest.
 
-    Warns of a loss that compares the samples of a batch, of a penalty in a sum, and of metrics that are
-    not additive. Errors of `evaluate` are ignored: the step itself meets what is wrong with the batch.
+    Returns whether a warning was issued, or None if the loss raises an error for few samples.
+
+    Warns about a loss that compares the samples of a batch, a penalty in a sum, and metrics that are
+    not additive. Errors in `evaluate` are ignored: the step itself reports errors in the batch.
 
     Args:
-        function: the user's.
+        function: the user's loss function.
         explained: warns if the autograd graph of the loss shows why it is not additive, and returns
             whether it did.
-        take: from a first sample to an end, these as a batch.
-        num_samples: how many there are to take; of a single one, it is taken twice.
-        cut: not half of them: of equal parts any mean of two means would be right.
-        close: relative, what rounding explains; see `rounding`.
+        take: `take(start, stop)` returns these samples as a batch.
+        num_samples: number of samples available. A single sample is repeated.
+        cut: number of samples in the first part. It must not be half of `num_samples`: with equal
+            parts, any mean of two means would be correct.
+        close: relative tolerance for rounding errors; see `rounding`.
 
     Raises `LossError` for a sum that is returned as a mean, a mean that is returned as a sum, and a
-    weight that does not add up.
+    weight that is not additive.
     """
 
     def sums(piece: Any, count: int) -> _Sums:
@@ -141,22 +143,22 @@ def _not_for_few_samples() -> Iterator[None]:
 
 @contextmanager
 def comparable(model: nn.Module) -> Iterator[bool]:
-    """`model` in training mode without randomness, so that passes over different samples compare.
-    Yields whether they do, which needs running statistics in each BatchNorm."""
+    """Context manager that puts `model` in training mode without randomness, to make passes over
+    different samples comparable. Yields whether they are: each BatchNorm needs running statistics."""
     norms = batch_norms(model)
     with preserved(model), calm(model, list(norms), still=True):
         yield all(norm.running_mean is not None for norm in norms.values())
 
 
 def is_coarse(model: nn.Module, device: torch.device) -> bool:
-    """Whether `model` computes in less than float32."""
+    """Whether `model` computes in a precision lower than float32."""
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return torch.is_autocast_enabled(device.type) or any(torch.finfo(d).eps > 1e-5 for d in dtypes)
 
 
 def rounding(model: nn.Module, device: torch.device) -> float:
-    """How far, relatively, losses of the same samples may be apart by rounding alone, in kernels that
-    are chosen by the size of the batch."""
+    """Maximum relative difference between losses of the same samples that is due to rounding, since
+    kernels are chosen by the size of the batch."""
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point() or p.is_complex()}
     coarsest = max((torch.finfo(dtype).eps for dtype in dtypes), default=1.0)
     if is_coarse(model, device):
@@ -180,7 +182,8 @@ def _sums(loss: Loss, is_plain: bool, num_samples: int) -> _Sums:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The samples `together`, and the same in two parts. `close`: relative tolerance."""
+    """The loss of some samples `together`, and of the same samples in two parts. `close` is the
+    relative tolerance."""
 
     together: _Sums
     first: _Sums
@@ -198,11 +201,12 @@ class _Parts:
         return self._equal(self.together.total, self.first.total, self.second.total)
 
     def is_same(self, again: _Sums) -> bool:
-        """Whether the same samples give the same when they pass `again`."""
+        """Whether the same samples have the same loss when they are evaluated `again`."""
         return self._equal(2 * again.total, again.total, self.together.total)
 
     def fault(self, twice: _Sums) -> str | None:
-        """A sentence on what is certainly wrong, or None. `twice`: the samples together, repeated."""
+        """Return an error message if the loss is certainly wrong, else None. `twice` is the loss of all
+        samples repeated once."""
         a, b, both = self.first, self.second, self.together
         if not self._equal(both.weight, a.weight, b.weight):
             return (
@@ -237,7 +241,8 @@ class _Parts:
         return None
 
     def doubt(self, twice: _Sums) -> str:
-        """Why sums that do not add up make a step that is cut inexact. `twice`: see `fault`."""
+        """Return the warning for sums that are not additive, which make a step that is cut into
+        micro-batches inexact. `twice`: see `fault`."""
         a, b, both = self.first, self.second, self.together
         surplus = a.total + b.total - both.total
         missing = 2 * both.total - twice.total
@@ -258,7 +263,7 @@ class _Parts:
         )
 
     def metric(self, name: str) -> str | None:
-        """A sentence on a metric that is not additive, or None."""
+        """Return a warning if the metric `name` is not additive, else None."""
         three = [one.metrics.get(name) for one in (self.together, self.first, self.second)]
         both, a, b = three
         if both is None or a is None or b is None:

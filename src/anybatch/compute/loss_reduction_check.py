@@ -1,8 +1,9 @@
-"""Averages: what a loss is averaged over, where the graph of what was returned shows it.
+"""Checks what a loss is averaged over, as far as the autograd graph of the returned loss shows it.
 
-A plain mean is weighed by the number of samples. Whether it was taken over these cannot be seen in a
-number; but torch's loss functions note in the graph how they reduced, over which targets and by which
-weights. Nothing is refused for it, since a step that is not cut is right all the same.
+A plain mean is weighted by the number of samples. The value does not show whether the mean was taken
+over the samples, but torch's loss functions record in the graph how they reduced, over which targets,
+and with which weights. These checks only warn, since a step that is not cut into micro-batches is still
+correct.
 """
 
 from __future__ import annotations
@@ -21,30 +22,30 @@ from torch.autograd.function import BackwardCFunction
 from anybatch.compute.ghost_norm import depends_on_cut, depends_on_writes
 from anybatch.task import Loss, LossFunction
 
-_MEAN, _SUM = 1, 2  # what torch calls its reductions in the graph
+_MEAN, _SUM = 1, 2  # torch's codes for reductions in the graph
 
-_LIKELIHOODS = ("NllLossBackward0", "NllLoss2DBackward0")  # what cross_entropy ends in, too
+_LIKELIHOODS = ("NllLossBackward0", "NllLoss2DBackward0")  # also the last nodes of cross_entropy
 
 _ARITHMETIC = (
     *("AddBackward", "SubBackward", "NegBackward", "MulBackward", "DivBackward", "ToCopyBackward"),
 )
 _SAME = 1e-4
-"""Relative: counts that are added up in float32 (of weights) are the same to within this."""
+"""Relative tolerance for equal counts, since counts of weights are summed in float32."""
 
-_FEW = 5  # targets in a row that are 0, 1, 2, ... by chance
+_FEW = 5  # fewer targets than this may be 0, 1, 2, ... by chance
 
 
 def warn_of_reduction(function: LossFunction, returned: Any, num_samples: int) -> bool:
-    """Warn, once for each loss function, of a sum that is taken for a mean, and the other way round; of
-    a mean that weighs classes or leaves targets out; of samples that are told from one another; and of
-    what looks like a metric in the place of the weight.
+    """Warn, once for each loss function, about a sum returned as a mean, a mean returned as a sum, a
+    mean that weights classes or leaves out targets, a loss that compares the samples of a pass, and a
+    value in place of the weight that looks like a metric.
 
-    The first two are seen only in what one of torch's loss functions returned as it is; the others also
-    where terms were added and scaled. All else is left to `loss_check`, and to `verify`. Of one sample,
-    mean and sum may well be the same. Waits for the device, where targets or a weight are there to be
-    looked at.
+    The first two are detected only if the user's function returns the result of one of torch's loss
+    functions unchanged; the others also if terms were added and scaled. All other cases are left to
+    `loss_check` and `verify`. A single sample is not checked, since its mean and sum may be equal.
+    Synchronizes with the device if there are targets or a weight to read.
 
-    Returns whether it warned.
+    Returns whether a warning was issued.
     """
     if num_samples < 2:
         return False
@@ -80,13 +81,13 @@ def warn_of_reduction(function: LossFunction, returned: Any, num_samples: int) -
 
 
 def warn_of(function: LossFunction, sentence: str) -> None:
-    """Warn, once, of what is true of a loss function: `sentence`, of which it is the subject."""
+    """Warn, once, about a loss function, which is the grammatical subject of `sentence`."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
     _warn(f"the loss function {name!r} {sentence}", *_place_of(function))
 
 
 def warn_of_no_gradient(function: LossFunction, step: int) -> None:
-    """Warn of a gradient of exactly zero in the first update, of number `step`."""
+    """Warn that the gradient is exactly zero in the first update, which is that of step `step`."""
     warn_of(
         function,
         f"has a gradient of exactly zero in step {step}, so nothing is learned from it: look for"
@@ -96,7 +97,7 @@ def warn_of_no_gradient(function: LossFunction, step: int) -> None:
 
 
 def warn_of_collate(function: LossFunction) -> None:
-    """Warn that samples are others when they are collated with others."""
+    """Warn that collating a sample gives different values depending on the other samples."""
     sentence = (
         "collate makes something else of a sample when others are beside it (it subtracts a mean of the"
         " batch, say). A task collates each micro-batch by itself, so the update depends on how the"
@@ -112,16 +113,16 @@ def _sum_of(returned: Any) -> Any:
 
 
 def _no_weight(returned: Any) -> float | None:
-    """The second of a pair, where it is a fraction, as an accuracy is; None otherwise."""
+    """The second element of a returned pair if it is between 0 and 1, as an accuracy is; else None."""
     second = returned[1] if isinstance(returned, tuple) and len(returned) == 2 else None
     if type(second) is not Tensor or not second.is_floating_point() or second.numel() != 1:
-        return None  # nor is it read while a pass is traced without numbers
+        return None  # also for fake tensors, which have no values
     value = float(second)
     return value if 0 <= value <= 1 else None
 
 
 def _terms(total: Any) -> Iterator[Any]:
-    """The nodes of which `total` is made by adding and scaling, and those of divisions on the way."""
+    """Yield the nodes that `total` is composed of by adding and scaling, and all division nodes."""
     nodes, seen = [getattr(total, "grad_fn", None)], set()
     while nodes:
         node = nodes.pop()
@@ -136,13 +137,14 @@ def _terms(total: Any) -> Iterator[Any]:
 
 
 def _likelihoods(total: Any) -> Iterator[Any]:
-    """Those of negative log-likelihoods."""
+    """Yield the nodes among `_terms(total)` that are negative log-likelihoods."""
     return (node for node in _terms(total) if node.name() in _LIKELIHOODS)
 
 
 @dataclass(frozen=True, slots=True)
 class _Mean:
-    """A term that is a mean: its kind, its number of elements, and the samples of the pass."""
+    """A term of the loss that is a mean: the warning for it, its number of elements, and the number of
+    samples in the pass."""
 
     sentence: str
     count: Tensor | float
@@ -150,22 +152,23 @@ class _Mean:
 
 
 class CountedMeans:
-    """What the terms of a plain mean are averaged over in each micro-batch of a step.
+    """Records what the terms of a plain mean are averaged over in each micro-batch of a step.
 
-    Weighed by samples, means of micro-batches make up the mean of all samples where they are taken over
-    equally many elements per sample. That may end to hold in any step: a label that is ignored, a mask.
+    Means of micro-batches, weighted by samples, combine to the mean of all samples if they are taken
+    over equally many elements per sample. This can stop being true in any step, for example because of
+    an ignored label or a mask.
     """
 
     def __init__(self) -> None:
         self._passes: list[list[_Mean]] = []
 
     def begin(self) -> None:
-        """The next pass is the first of a step."""
+        """Discard the recorded passes: the next pass is the first of a step."""
         self._passes.clear()
 
     def note(self, returned: Tensor, num_samples: float) -> None:
         """Record the mean returned for a micro-batch of `num_samples`, before its backward. Does
-        not wait for the device."""
+        not synchronize with the device."""
         self._passes.append(
             [
                 _Mean(sentence, count, num_samples)
@@ -176,7 +179,7 @@ class CountedMeans:
         )
 
     def empty(self) -> str:
-        """What is wrong with a mean over nothing in one of the step's passes, if there is one."""
+        """Explanation if a mean in a pass of the step is over no elements, else an empty string."""
         if all(float(one.count) for means in self._passes for one in means):
             return ""
         return (
@@ -185,13 +188,13 @@ class CountedMeans:
         )
 
     def fault(self) -> str | None:
-        """What is to be said of the step's passes, at its end."""
+        """Return the warning for the step's passes, at the end of the step, or None."""
         if len(self._passes) < 2:
             return None
         for term in zip(*self._passes, strict=False):
             counts = [float(one.count) for one in term]
             if len(set(counts)) == 1:
-                continue  # of what does not depend on the samples, a penalty on weights
+                continue  # may not depend on the samples, such as a penalty on weights
             each = [count / one.num_samples for count, one in zip(counts, term, strict=True)]
             if max(each) - min(each) > _SAME * max(map(abs, each)):
                 return term[0].sentence.format(least=min(each), most=max(each))
@@ -199,14 +202,14 @@ class CountedMeans:
 
 
 def _at_hand(node: Any, name: str) -> Tensor | None:
-    """A tensor that `node` has saved; None where it would have to be recomputed or fetched."""
+    """The tensor that `node` saved as `name`, or None if it would have to be recomputed or fetched."""
     raw = getattr(node, f"_raw_saved_{name}")
     return None if raw.unpack_hook is not None else getattr(node, f"_saved_{name}")
 
 
 def _counted(node: Any) -> tuple[str, Tensor | float | None]:
-    """What a mean at `node` would be told by, and the number of elements that it is over; None: it is
-    no mean."""
+    """Return the warning for a mean at `node`, and the number of elements that it is over. The number
+    is None if `node` is not a mean, or if the number is not available."""
     name, reduction = node.name(), getattr(node, "_saved_reduction", None)
     if name in _LIKELIHOODS and reduction == _MEAN:
         ignored = _signed(node._saved_ignore_index)
@@ -215,7 +218,7 @@ def _counted(node: Any) -> tuple[str, Tensor | float | None]:
         return sentence, _at_hand(node, "total_weight")
     if name.startswith("MeanBackward"):
         return _UNEQUAL, node._saved_self_sym_numel
-    if reduction == _MEAN and node.next_functions[0][0] is not None:  # what is averaged has a graph
+    if reduction == _MEAN and node.next_functions[0][0] is not None:  # the input has a graph
         before, place = node.next_functions[0]
         return _UNEQUAL, math.prod(before._input_metadata[place].shape)
     if name == "DivBackward0":
@@ -225,9 +228,9 @@ def _counted(node: Any) -> tuple[str, Tensor | float | None]:
 
 
 def _told(node: Any, plain: bool, num_samples: int) -> str | None:
-    """What is to be said of a negative log-likelihood."""
+    """Return the warning for the negative log-likelihood at `node`, or None."""
     scores, targets = node._saved_self, node._saved_target
-    seen = type(targets) is Tensor  # not while a pass is traced without numbers
+    seen = type(targets) is Tensor  # False for fake tensors, which have no values
     if seen and _are_told_apart(scores, targets, num_samples):
         return (
             "tells the samples of a pass from one another (as contrastive losses do), so its result"
@@ -264,7 +267,7 @@ _UNEQUAL = (
 
 
 def warn_of_no_proportion(function: LossFunction, total: Tensor) -> None:
-    """Warn that twice the loss has not twice the gradient. `total`: what was returned, in a graph."""
+    """Warn that the gradient is not proportional to the loss. `total`: the loss, with its graph."""
     named = ", ".join(repr(name) for name in dict.fromkeys(_own_functions(total)))
     warn_of(
         function,
@@ -278,7 +281,7 @@ def warn_of_no_proportion(function: LossFunction, total: Tensor) -> None:
 
 
 def _own_functions(total: Tensor) -> Iterator[str]:
-    """Names of the user's autograd functions in the graph of `total`."""
+    """Yield the names of the user's autograd functions in the graph of `total`."""
     nodes, seen = [total.grad_fn], set()
     while nodes:
         node: Any = nodes.pop()
@@ -293,8 +296,8 @@ def _own_functions(total: Tensor) -> Iterator[str]:
 
 
 def compares_samples(returned: Any, num_samples: int) -> bool:
-    """Whether a loss tells the samples of a pass from one another, as the graph of what it `returned`
-    shows it: it scores each against all of them."""
+    """Whether a loss compares the samples of a pass, scoring each against all of them, according to the
+    graph of the `returned` value."""
     nodes = _likelihoods(returned if isinstance(returned, Tensor) else _sum_of(returned))
     return any(
         _are_told_apart(node._saved_self, node._saved_target, num_samples)
@@ -304,10 +307,11 @@ def compares_samples(returned: Any, num_samples: int) -> bool:
 
 
 def warn_of_hooks(model: nn.Module, function: LossFunction) -> bool:
-    """Warn if a parameter of `model` has hooks of the user's on its gradient; said of `function`, the
-    loss. They run in every pass, where gradients are sums: a clamp of these is none of their mean.
+    """Warn if a parameter of `model` has user hooks on its gradient. The warning is located at
+    `function`, the loss. The hooks run in every pass, on sums of gradients: clamping the sums does not
+    clamp their mean.
 
-    Returns whether one has.
+    Returns whether a parameter has such hooks.
     """
     for name, param in model.named_parameters():
         if param._backward_hooks or param._post_accumulate_grad_hooks:
@@ -325,35 +329,35 @@ def warn_of_hooks(model: nn.Module, function: LossFunction) -> bool:
 def warn_of_statistics(
     model: nn.Module, function: LossFunction, written: Sequence[str] = ()
 ) -> None:
-    """Warn of what in `model` advances once per pass, whatever samples that has; said of the loss.
-    `written`: buffers that passes were seen to write to."""
+    """Warn about state in `model` that advances once per pass, regardless of the samples in it. The
+    warnings are located at `function`, the loss. `written`: buffers that were modified in passes."""
     for sentence in (*depends_on_cut(model, drawn=False), *depends_on_writes(written)):
         _warn(sentence, *_place_of(function))
 
 
 def _are_told_apart(scores: Tensor, targets: Tensor, num_samples: int) -> bool:
-    """Whether each sample of a pass is a class of its own: targets 0, 1, 2, ..."""
+    """Whether each sample of a pass is its own class: targets 0, 1, 2, ..."""
     if num_samples < _FEW or scores.shape != (num_samples, num_samples):
         return False
     return torch.equal(targets, torch.arange(num_samples, device=targets.device))
 
 
 def _signed(number: int) -> int:
-    """The graph has negative numbers of 64 bits as positive ones."""
+    """Convert an unsigned 64-bit integer to signed: the graph stores negative integers as unsigned."""
     return number - 2**64 if number >= 2**63 else number
 
 
 def _place_of(function: Any) -> tuple[str, int]:
-    """File and line of `function`; of one that is not written in Python, this file."""
+    """File and line of `function`, or this file if `function` is not written in Python."""
     code = getattr(function, "__code__", None)
     return (code.co_filename, code.co_firstlineno) if code is not None else (__file__, 1)
 
 
 def tell_again() -> None:
-    """Issue the warnings of an earlier run or Step again, for a new one."""
+    """Forget which warnings were issued, so that a new run or Step issues them again."""
     _warn.cache_clear()
 
 
-@cache  # a plan is made of many passes
+@cache  # warns once: planning runs many passes
 def _warn(sentence: str, file: str, line: int) -> None:
     warnings.warn_explicit(sentence, UserWarning, file, line)

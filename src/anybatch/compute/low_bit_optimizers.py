@@ -1,13 +1,13 @@
-"""Optimizers with states in 8 or 4 bits: what is particular about torchao's.
+"""Support for optimizers with states in 8 or 4 bits, as implemented by torchao.
 
-Two things about them. A state is one tensor to whoever looks, and several inside: codes, a scale for
-each block, a table. What counts and saves bytes has to take it apart. And the update is compiled, anew
-for each shape of parameter, when it first meets it: seconds each, in which anything may fail (no
-compiler, say), in the one place where nothing may. So it is rehearsed before the first step, on
-parameters of the same shapes that nobody needs.
+These optimizers differ from others in two ways. First, a state is a tensor subclass that holds several
+tensors: codes, a scale for each block, a table. Code that counts or saves bytes has to take it apart.
+Second, the update is compiled for each shape of parameter when it first meets the shape. This takes
+seconds and may fail (for example, without a compiler), within an update, where nothing may fail. So the
+update is rehearsed before the first step, on temporary parameters of the same shapes.
 
     real run     rehearse: one update of zeros per shape, compiled    then steps
-    fake run     operation by operation; what passes between them the compiled update never stores
+    fake run     one operation at a time; the compiled update does not store the intermediate results
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from anybatch.errors import InputError
 from anybatch.process.log_filter import silenced
 
 _MANY_BLOCKS = 4096
-"""torchao leaves states of fewer values than this as they are."""
+"""torchao does not quantize states with fewer values than this."""
 
 
 def is_compiled(optimizer: Optimizer) -> bool:
-    """Whether its update is compiled for each shape, and its states are several tensors in one."""
+    """Whether the update is compiled for each shape, and each state consists of several tensors."""
     kinds = (made for part in multi_optimizer.parts_of(optimizer) for made in type(part).__mro__)
     return any(made.__module__.startswith("torchao.optim") for made in kinds)
 
 
 def parts_of(value: Tensor) -> dict[str, Tensor]:
-    """The plain tensors that `value` consists of, by name; of a plain one itself, under no name. What
-    is divided over ranks counts as plain."""
+    """The plain tensors that `value` consists of, by name. A plain tensor is returned under an empty
+    name. A DTensor counts as plain."""
     if isinstance(value, DTensor) or not is_traceable_wrapper_subclass(value):
         return {"": value}
     names, _ = value.__tensor_flatten__()
@@ -54,7 +54,7 @@ def parts_of(value: Tensor) -> dict[str, Tensor]:
 
 
 def check_whole(optimizer: Optimizer) -> None:
-    """Raises `InputError` if its states cannot be divided over ranks."""
+    """Raises `InputError` if the states of `optimizer` cannot be sharded over ranks."""
     if is_compiled(optimizer):
         raise InputError(
             f"the optimizer is {type(optimizer).__name__}, whose states share a scale among the values"
@@ -64,10 +64,10 @@ def check_whole(optimizer: Optimizer) -> None:
 
 
 def rehearse(optimizer: Optimizer) -> None:
-    """Compile the update for every parameter, if it is one that is compiled. Parameters and states
-    stay as they are; of memory it takes an update of the largest one.
+    """Compile the update for every parameter, if the optimizer compiles its update. Parameters and
+    states are unchanged. The memory needed is that of an update of the largest parameter.
 
-    Raises `InputError` if it cannot be compiled here.
+    Raises `InputError` if the update cannot be compiled on this machine.
     """
     if not is_compiled(optimizer):
         return
@@ -79,13 +79,13 @@ def rehearse(optimizer: Optimizer) -> None:
             if param.requires_grad and kind not in done:
                 done.add(kind)
                 fresh_state(optimizer, param)
-    gc.collect()  # a compiler leaves its graphs behind, in circles
+    gc.collect()  # the compiler leaves its graphs in reference cycles
 
 
 def fresh_state(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
-    """What `optimizer` remembers of a parameter like `param` after one update of zeros.
+    """Return the state that `optimizer` keeps for a parameter like `param` after one update of zeros.
 
-    Raises `InputError` if the update cannot be compiled here.
+    Raises `InputError` if the update cannot be compiled on this machine.
     """
     group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
     optimizer = multi_optimizer.part_with(optimizer, group)
@@ -106,20 +106,20 @@ def fresh_state(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
 
 
 def unhooked_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-    """The step of `optimizer` without hooks, those for all optimizers left out too."""
+    """Run the step of `optimizer` without hooks, including those registered for all optimizers."""
     step: Any = type(optimizer).step
     plain = step.__wrapped__ if getattr(step, "hooked", False) else step
     plain(optimizer, *args, **kwargs)
 
 
 def state_kinds(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
-    """Names of the states that `optimizer` keeps of a parameter of `group`, in its shape, as far as
-    those that are there show, or an update of a small one."""
+    """Names of the states that `optimizer` keeps for a parameter of `group` and that have the shape of
+    the parameter. They are determined from existing states, or from an update of a small parameter."""
     for param in group["params"]:
-        state = optimizer.state.get(param)  # some optimizers make theirs when they are made
-        if state and param.dim():  # a count of steps has no dims either
+        state = optimizer.state.get(param)  # some optimizers create their states in the constructor
+        if state and param.dim():  # a scalar parameter has the shape of a step count
             return _kinds(state, param)
-    # Where its like are: options such as `capturable` are refused elsewhere.
+    # On the device of the group: options such as `capturable` are rejected on others.
     twin = nn.Parameter(torch.zeros(2, 2, device=group["params"][0].device))
     twin.grad = torch.zeros_like(twin)
     other = _like(multi_optimizer.part_with(optimizer, group), {**group, "params": [twin]})
@@ -137,7 +137,7 @@ def _kinds(state: Mapping[str, Any], param: Tensor) -> list[str]:
 
 @contextmanager
 def uncompiled(optimizer: Optimizer) -> Iterator[None]:
-    """Around an update on fake tensors, which cannot be compiled."""
+    """Context manager that disables compilation, which is not possible for fake tensors."""
     if not is_compiled(optimizer):
         yield
         return
@@ -149,8 +149,8 @@ def uncompiled(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _fill_tables(optimizer: Optimizer) -> None:
-    """Compute on real tensors what the optimizer's module computes once and keeps: on fake ones it
-    would keep nonsense, for the real run too."""
+    """Compute on real tensors what the optimizer's module computes once and caches: on fake tensors it
+    would cache invalid values, which the real run would use too."""
     size = getattr(optimizer, "block_size", 1)
     twin = nn.Parameter(torch.zeros(_MANY_BLOCKS * (size if isinstance(size, int) else 1)))
     twin.grad = torch.zeros_like(twin)
@@ -160,8 +160,8 @@ def _fill_tables(optimizer: Optimizer) -> None:
 
 
 def _like(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
-    """An optimizer like `optimizer` for one group, without state and hooks. It is not made by its
-    class, whose arguments nobody knows."""
+    """An optimizer like `optimizer` for one group, without state and hooks. It is created without
+    calling the constructor, whose arguments are unknown."""
     other: Optimizer = object.__new__(type(optimizer))
     others: Mapping[str, Any] = {
         "param_groups": [group],
@@ -175,10 +175,10 @@ def _like(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
 
 @contextmanager
 def _compiled_here() -> Iterator[None]:
-    """Compile in this process, where processes to do it in would outlive the compilation."""
+    """Context manager that compiles in this process: worker processes would outlive the compilation."""
     from torch._inductor import config
 
-    # What torch's compiler warns of, nobody could mend, as of a compiler for GPUs where there is none.
+    # The warnings of torch's compiler are not actionable, such as that of a missing GPU compiler.
     with (
         config.patch(compile_threads=1),
         silenced(["torch.utils.cpp_extension"], logging.WARNING),

@@ -1,15 +1,15 @@
-"""model_loss: the loss that a model of transformers computes by itself, as a sum and its weight.
+"""model_loss: the loss that a transformers model computes itself, as a sum and its weight.
 
-`model(**batch).loss` is a mean, and says nothing of what it is a mean over: the tokens whose label is
-not ignored, those but the first of each sequence (a causal language model moves labels by one), or the
-samples. A step that is cut into micro-batches needs the number. Here it is counted from the labels.
-Whether the first label counts is not written anywhere, so the model is asked, once, on its first
-batch; and whether its loss is such a mean at all.
+`model(**batch).loss` is a mean, but the output does not say what the mean is over: the tokens whose
+label is not ignored, these without the first of each sequence (a causal language model shifts labels by
+one), or the samples. A step that is cut into micro-batches needs this number, so it is counted from the
+labels. Whether the first label counts is not documented, so it is determined by running the model,
+once, on its first batch. This also shows whether the loss is such a mean at all.
 
-Every model of transformers also takes `num_items_in_batch`, or so it is meant: those that compute their
-loss without the library's loss functions let it fall silently. So it is not used.
+The argument `num_items_in_batch` of transformers models is not used: models that compute their loss
+without the library's loss functions silently ignore it.
 
-The model is known by the attributes that transformers gives it; transformers is not imported.
+The model is recognized by the attributes that transformers gives it; transformers is not imported.
 """
 
 from __future__ import annotations
@@ -35,37 +35,38 @@ from anybatch.task import Loss
 
 _IGNORED = -100
 _NAMES = ("labels", "start_positions")
-_ALIKE, _ALIKE_IN_HALF = 1e-4, 1e-2  # relative: what rounding explains
+_ALIKE, _ALIKE_IN_HALF = 1e-4, 1e-2  # relative tolerances for rounding errors
 
 Counting: TypeAlias = Literal["all", "next", "samples"]
-"""What a mean is over: all labels, those that are predicted from the token before, or samples."""
+"""What a mean is over: all labels, those predicted from the previous token, or samples."""
 
 
 def model_loss(model: nn.Module, batch: Any) -> Loss:
-    """The model's own loss, `model(**batch).loss`, times what it is the mean over: a sum and its
-    weight, exact however the global batch is cut. To be given to a task as it is.
+    """The model's own loss, `model(**batch).loss`, multiplied by the number of elements that it is the
+    mean over. The result is a sum and its weight, exact however the global batch is cut. Pass
+    `model_loss` to a task as its loss function.
 
-    For every model of transformers whose loss is a mean over labels or samples: sequence, token and
+    Supports every transformers model whose loss is a mean over labels or samples: sequence, token and
     image classification, masked and sequence-to-sequence language models, regression, segmentation,
-    question answering. For causal language models `causal_lm_loss` gives the same without the logits
-    in memory.
+    question answering. For causal language models, `causal_lm_loss` computes the same loss without
+    keeping the logits in memory.
 
-    The first batch of a model with labels for tokens is run again on two of its samples, four times and
-    without gradients, to find what the loss is a mean over. A loss that is no such mean is told by a
-    warning, since it depends on the cut; so is one that holds a term over the whole pass, such as that
-    by which a mixture of experts balances them.
+    If the first batch of a model has labels for tokens, two of its samples are run again, four times
+    and without gradients, to determine what the loss is a mean over. A warning is issued if the loss is
+    not such a mean, since it then depends on the cut, and if it contains a term over the whole pass,
+    such as the load-balancing term of a mixture of experts.
 
     Args:
-        model: called with the whole batch; it returns an output with `.loss`.
-        batch: a mapping with `labels`: whole numbers `[batch]` or `[batch, ...]`, of which -100 (for
-            segmentation, `semantic_loss_ignore_index` of the configuration) counts nothing, or numbers
-            to regress to, with as many for each sample.
+        model: called with the whole batch as keyword arguments; returns an output with `.loss`.
+        batch: a mapping with `labels`: either integers of shape `[batch]` or `[batch, ...]`, where -100
+            (for segmentation, `semantic_loss_ignore_index` of the configuration) is ignored, or
+            regression targets, the same number for each sample.
 
     Raises:
-        DataError: `input_ids` has a token that the model does not know, or `labels` a class. On an
-            accelerator this is not looked at, since it would stop the step.
-        InputError: a batch without labels, a model that returns no loss, labels of a causal language
-            model that are moved by one already.
+        DataError: `input_ids` contains a token, or `labels` a class, that the model does not have. This
+            is not checked on an accelerator, since the check would block the step.
+        InputError: the batch has no labels, the model returns no loss, or the labels of a causal
+            language model are already shifted by one.
     """
     inputs = _mapping(batch, "model_loss")
     labels = next((inputs[name] for name in _NAMES if name in inputs), None)
@@ -85,15 +86,16 @@ def model_loss(model: nn.Module, batch: Any) -> Loss:
 
 
 def weighed(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, weight: Tensor) -> Loss:
-    """The mean that `model` computes with `labels`, times `weight`; where that is zero, so is the sum,
-    and its gradient: the mean over nothing is not a number, so another label stands for each then."""
+    """Return the mean that `model` computes with `labels`, multiplied by `weight`. If `weight` is zero,
+    the sum and its gradient are zero: all labels are then replaced by 0, since the mean over no
+    elements is NaN."""
     labels = labels.where(weight > 0, 0)
     return Loss(widened(_mean(model, {**inputs, "labels": labels})) * weight, weight)
 
 
 @contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """In evaluation mode, with modes and random numbers as before in the end."""
+    """Context manager for evaluation mode that restores modes and random states on exit."""
     others = [] if device.type == "cpu" else [device]
     forked = torch.random.fork_rng(others, device_type=device.type if others else "cuda")
     with forked, evaluating(model):
@@ -101,9 +103,9 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def check_not_moved(ids: Tensor, targets: Tensor, ignored: int, given: str) -> None:
-    """Raises `InputError` if `targets` `[batch, tokens]`, what each of the tokens `ids` is to predict,
-    are not the tokens that follow but those after these (labels that were moved by one before the
-    model moves them), or the tokens themselves. Reads values, so it waits for the device.
+    """Raises `InputError` if `targets` `[batch, tokens]`, which the tokens `ids` are to predict, are
+    not the next tokens but those one further (labels that were shifted by one before the model shifts
+    them), or the tokens themselves. Reads values, so it synchronizes with the device.
 
     Args:
         given: the name of the labels in the batch: `labels` or `shift_labels`.
@@ -130,7 +132,7 @@ def check_not_moved(ids: Tensor, targets: Tensor, ignored: int, given: str) -> N
     )
 
 
-_LEAST_COMPARED = 8  # so many tokens are not alike by accident
+_LEAST_COMPARED = 8  # this many tokens do not match by chance
 
 
 # ------------------------------------------------------------------------------------- what counts
@@ -140,7 +142,7 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, Counting] = weakref.WeakKeyDictiona
 
 def _counting(model: nn.Module, inputs: dict[str, Any], labels: Tensor, ignored: int) -> Counting:
     if isinstance(labels, FakeTensor) or not labels.numel():
-        return "all"  # nothing that could be asked about, and no value that anybody reads
+        return "all"  # there are no values to determine it from, and the weight is not read
     if (known := _KNOWN.get(model)) is None:
         known = _KNOWN[model] = _asked(model, inputs, labels, ignored)
         ids = inputs.get("input_ids")
@@ -152,9 +154,9 @@ def _counting(model: nn.Module, inputs: dict[str, Any], labels: Tensor, ignored:
 
 @torch.no_grad()
 def _asked(model: nn.Module, inputs: dict[str, Any], labels: Tensor, ignored: int) -> Counting:
-    """What the mean of `model` is over, by its loss of two samples with few of their labels: the first
-    has three and the second one, alone and together. Always four passes: where a model is divided over
-    ranks, all of them have to make as many."""
+    """Determine what the mean of `model` is over from its loss of two samples with few labels: three in
+    the first and one in the second, alone and together; and of the first sample with its first label
+    only. Always runs four passes, since all ranks of a sharded model must run the same number."""
     if len(labels) == 1:
         inputs, labels = _with_another(inputs), labels.expand(2, *labels.shape[1:])
     size = len(labels)
@@ -213,9 +215,9 @@ def _rows(value: Any, rows: list[int], size: int) -> Any:
 
 
 def _with_another(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch of one sample, and of another that the model takes as well: its first token again and
-    again, or, where tokens stand for images or sound, the same backwards. The same one twice would not
-    show what looks across samples."""
+    """Add a second sample, which the model accepts as well, to a batch of one: its first token
+    repeated, or, if there are floating-point inputs (images, sound), its inputs reversed along the last
+    dim. Repeating the same sample would not reveal a loss that compares samples."""
     others = {
         name
         for name, value in inputs.items()
@@ -234,8 +236,8 @@ def _with_another(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ignored(model: nn.Module) -> int:
-    """The label that counts nothing: -100, but for segmentation."""
-    plain = getattr(model, "get_base_model", lambda: model)()  # without the adapters of peft
+    """The label that is ignored: -100, except for segmentation models."""
+    plain = getattr(model, "get_base_model", lambda: model)()  # unwraps the adapters of peft
     if "Segmentation" not in type(plain).__name__:
         return _IGNORED
     config = getattr(model, "config", None)
@@ -274,7 +276,8 @@ def _mean(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
 
 
 def _named(error: IndexError, model: nn.Module, labels: Any) -> Exception:
-    """`error`, or what it is where cross-entropy was given a label that it has no class for."""
+    """Convert `error` to a `DataError` if cross-entropy was given a label that has no class; otherwise
+    return `error`."""
     found = _OUT_OF_BOUNDS.search(str(error))
     if found is None or not isinstance(labels, Tensor):
         return error
@@ -299,12 +302,12 @@ _FACTORS = ("router_aux_loss_coef", "router_z_loss_coef")
 
 
 def _balancing_term(model: nn.Module, output: Any) -> str:
-    """A sentence on the term for its routers in the loss of a mixture of experts; empty: there is none.
-    It is small, so that comparing losses would not show it."""
+    """Return a warning about the router term in the loss of a mixture of experts, or an empty string if
+    there is none. The term is too small to be found by comparing losses."""
     terms = {name: getattr(output, name, None) for name in _TERMS}
     found = [name for name, value in terms.items() if isinstance(value, Tensor)]
     config = getattr(model, "config", None)
-    reading = getattr(config, "get_text_config", None)  # of a model that reads images too
+    reading = getattr(config, "get_text_config", None)  # for multimodal models
     config = reading() if callable(reading) else config
     factors = {n: getattr(config, n) for n in _FACTORS if getattr(config, n, None) is not None}
     absent = factors and not any(factors.values())

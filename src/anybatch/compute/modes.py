@@ -1,7 +1,7 @@
-"""Modes: what of a model is in training mode, and what in evaluation mode, as its user left it.
+"""Training and evaluation modes of the parts of a model, as set by the user.
 
-A part that was put into evaluation mode (a frozen backbone) stays in it while the rest is trained: its
-dropout draws nothing, and its BatchNorm keeps to its running statistics.
+A part that was put in evaluation mode (a frozen backbone) stays in it while the rest is trained: its
+dropout is disabled, and its BatchNorm uses its running statistics.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def into_training(model: Model) -> Model:
-    """`model`, in training mode as a whole if it is in evaluation mode as a whole; else each part stays
-    in the mode that it is in."""
+    """Put `model` in training mode if it is itself in evaluation mode; otherwise every part keeps its
+    mode. Returns `model`."""
     return model if model.training else model.train()
 
 
@@ -30,8 +30,8 @@ def trains(model: nn.Module, part: nn.Module) -> bool:
 
 
 def with_modes(optimizer: Optimizer) -> list[Any]:
-    """Those of the optimizers that have modes of their own: schedule-free ones train other weights than
-    are to be evaluated."""
+    """The optimizers that have training and evaluation modes: schedule-free optimizers train different
+    weights from those that are evaluated."""
     return [
         part
         for part in parts_of(optimizer)
@@ -41,7 +41,7 @@ def with_modes(optimizer: Optimizer) -> list[Any]:
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Afterwards each module is in the mode that it was in."""
+    """Context manager that restores the mode of each module on exit."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -52,7 +52,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, and each module in its own mode afterwards."""
+    """Context manager for evaluation mode that restores the mode of each module on exit."""
     with preserved(model):
         model.eval()
         yield

@@ -1,8 +1,8 @@
-"""Module state: what modules keep besides parameters and buffers, as at one moment.
+"""Module state: snapshots of what modules keep besides parameters and buffers.
 
-A forward pass may advance a generator of random numbers, or a counter that is a plain attribute. A pass
-that is run again for the same samples (recompute, a step that is done again) has to find them as the
-first one did.
+A forward pass may advance a random number generator, or a counter that is a plain attribute. A pass
+that is run again for the same samples (recompute, a repeated step) has to start from the same state as
+the first one.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ from torch import nn
 from anybatch.side_effects import GENERATORS, rewinding
 
 _MOST_BYTES = 64 << 10
-"""Of a tensor that is an attribute."""
+"""Maximum size of a tensor attribute that is included in a snapshot."""
 
 _MISSING: Any = object()
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes that every module has. A pass replaces none of them: parameters, buffers and hooks are in
-containers that stay."""
+"""Attributes that every module has. A pass does not replace any of them: parameters, buffers and hooks
+are in containers that stay the same objects."""
 
 _PLAIN = frozenset((bool, int, float, str, tuple, type(None)))
-_Tensor: Any = torch._C.TensorBase  # which is quicker to ask for than torch.Tensor
+_Tensor: Any = torch._C.TensorBase  # isinstance is faster than with torch.Tensor
 
 
 @final
 class ModuleState:
-    """Attributes of `modules`, and the generators among them and `others`.
+    """Snapshot of the attributes of `modules`, and of the generators among these attributes and
+    `others`.
 
-    Tensors of the graph of a pass (a hidden state, an auxiliary loss) are left out, since holding them
-    would keep that graph; and large ones, which may be activations.
+    Tensors that belong to the graph of a pass (a hidden state, an auxiliary loss) are left out, since
+    holding them would keep the graph alive. Large tensors are left out too, since they may be
+    activations.
     """
 
     def __init__(self, modules: Iterable[nn.Module], others: Iterable[Any] = ()) -> None:
@@ -44,15 +46,15 @@ class ModuleState:
         self._back = [rewinding(one) for one in self._generators]
 
     def drop_unchanged(self) -> None:
-        """Let go of the attributes of modules in which they have not changed."""
+        """Release the attributes of modules in which none has changed."""
         self._held = [(module, then) for module, then in self._held if _differs(module, then)]
 
     def now(self) -> ModuleState:
-        """The same, as it is now."""
+        """Return a snapshot of the same modules and generators in their current state."""
         return ModuleState([module for module, _ in self._held], self._generators)
 
     def changed(self, model: nn.Module) -> list[str]:
-        """Names of the attributes, as `model` has them, that are others now."""
+        """Names, within `model`, of the attributes that were added, removed or replaced since."""
         names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
         return [
             names[module] + name
@@ -62,7 +64,7 @@ class ModuleState:
         ]
 
     def put_back(self) -> None:
-        """Make all of it as it was."""
+        """Restore the state of the snapshot."""
         for module, then in self._held:
             attributes = vars(module)
             for name in _states(module).keys() - then.keys():

@@ -1,4 +1,4 @@
-"""Several optimizers as one: Muon for the matrices of a model, say, and AdamW for the rest."""
+"""Several optimizers used as one, such as Muon for the matrices of a model and AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from anybatch.errors import InputError
 
 
 def as_one(optimizer: Any) -> Any:
-    """`optimizer`; of a list or tuple of optimizers, one that stands for all of them.
+    """Combine a list or tuple of optimizers into one. Anything else is returned unchanged.
 
     Raises `InputError` if a parameter is in two of them.
     """
     if not isinstance(optimizer, list | tuple) or not optimizer:
         return optimizer
     if not all(isinstance(part, Optimizer) for part in optimizer):
-        return optimizer  # whoever takes it tells what it is
+        return optimizer  # the caller reports the invalid type
     return optimizer[0] if len(optimizer) == 1 else Several(optimizer)
 
 
 def parts_of(optimizer: Optimizer) -> Sequence[Optimizer]:
-    """The optimizers that `optimizer` stands for; itself, if it is an ordinary one."""
+    """The optimizers that `optimizer` combines, or `optimizer` itself if it is an ordinary one."""
     return optimizer.parts if isinstance(optimizer, Several) else (optimizer,)
 
 
 def part_with(optimizer: Optimizer, group: Mapping[str, Any]) -> Optimizer:
-    """That of the optimizers which has `group`, one of the `param_groups` of `optimizer`."""
+    """The part of `optimizer` that owns `group`, one of its `param_groups`."""
     return next(
         part
         for part in parts_of(optimizer)
@@ -39,9 +39,9 @@ def part_with(optimizer: Optimizer, group: Mapping[str, Any]) -> Optimizer:
 
 @final
 class Several(Optimizer):
-    """Optimizers with parameters of their own, updated together.
+    """Several optimizers with disjoint parameters, updated together.
 
-    Groups and states are those of the parts, so that a scheduler may go on working on its own.
+    Groups and states are those of the parts, so a scheduler attached to one of the parts keeps working.
 
     Attributes:
         parts: the optimizers, in the order in which they update.
@@ -61,17 +61,17 @@ class Several(Optimizer):
                         f" {type(owner[param]).__name__} and {type(part).__name__}: give each"
                         " parameter to one."
                     )
-        # What an optimizer is made of beside groups and states: hooks, and what it is profiled by.
+        # Sets up what an optimizer has besides groups and states: hooks and profiling.
         super().__setstate__({"parts": tuple(parts), "defaults": {}})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the parts, in their order."""
+        """The parameter groups of all parts, in order."""
         return [group for part in self.parts for group in part.param_groups]
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Those of the parts."""
+        """The states of all parts, by parameter."""
         return _States(self.parts)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -80,16 +80,16 @@ class Several(Optimizer):
             part.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises `InputError`: nobody knows for which of the parts."""
+        """Raises `InputError`: it is unknown which part the group belongs to."""
         names = " or ".join(type(part).__name__ for part in self.parts)
         raise InputError(f"a group of parameters is for {names}: add it to that optimizer itself.")
 
     def __getstate__(self) -> dict[str, Any]:
-        """The parts."""
+        """Return the parts and the defaults."""
         return {"parts": self.parts, "defaults": self.defaults}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy its parts; of `load_state_dict` what is for each of them."""
+        """Restore the parts of a copy, or distribute a state from `load_state_dict` to the parts."""
         if "parts" in state:
             super().__setstate__(state)
             return
@@ -109,8 +109,8 @@ class Several(Optimizer):
 
 @final
 class _States(MutableMapping[Tensor, Any]):
-    """The states of several optimizers, by parameter; like those of one, they come to be when they are
-    asked for."""
+    """The states of several optimizers, by parameter. As in a single optimizer, accessing a missing
+    state creates it."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self._parts = parts
@@ -134,7 +134,7 @@ class _States(MutableMapping[Tensor, Any]):
         return sum(len(part.state) for part in self._parts)
 
     def get(self, param: Tensor, default: Any = None) -> Any:
-        """See `dict`: nothing comes to be."""
+        """Like `dict.get`: does not create a missing state."""
         return next((part.state[param] for part in self._parts if param in part.state), default)
 
     def _owner(self, param: Tensor) -> Any:

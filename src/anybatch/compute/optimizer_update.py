@@ -1,19 +1,21 @@
-"""Updates: how the optimizer's step is run, so that it takes little memory beside what it works on.
+"""Updates: runs the optimizer's step so that it needs little temporary memory.
 
-What an update takes beside parameters, gradients and states is a matter of kernels, not of mathematics:
+The memory that an update needs besides parameters, gradients and states depends on the kernels, not on
+the mathematics:
 
-    for-loop    temporaries as large as the largest parameter     torch's own way on a CPU
-    foreach     temporaries as large as all parameters            torch's own way on CUDA
-    in parts    foreach, so many bytes of parameters at a time
+    for-loop    temporaries as large as the largest parameter     torch's default on CPU
+    foreach     temporaries as large as all parameters            torch's default on CUDA
+    in parts    foreach, on a limited number of bytes of parameters at a time
     fused       no temporaries: one kernel reads and writes everything
 
-And states need not lie on the device, where they are used once in a step. In host memory they come over
-for one part of the parameters after the other:
+States need not be stored on the device, since they are used only once per step. States in host memory
+are copied to the device for one part of the parameters at a time:
 
-    part 1   states come | update | states go back
-    part 2                                         | states come | update | ...
+    part 1   copy states in | update | copy states out
+    part 2                                             | copy states in | update | ...
 
-Parts are for optimizers that treat every parameter by itself: then the result is the same, to the bit.
+Parts require an optimizer that treats every parameter independently. The result is then identical to
+the bit.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ from anybatch.errors import InputError
 from anybatch.plans import StatesOn, Update
 
 PART_BYTES = 64 << 20
-"""Of parameters in one part: long enough for a device to be busy, small against what trains on it."""
+"""Size of the parameters in one part: enough to keep a device busy, but small compared to a model."""
 
 _BY_PARAMETER: tuple[type[Optimizer], ...] = (
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
     *(torch.optim.Adamax, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
     *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD),
 )
-"""Optimizers that treat every parameter by itself. What derives from one may do anything."""
+"""Optimizers that treat every parameter independently. Subclasses are excluded: they may not."""
 
 _FUSED: dict[type[Optimizer], tuple[str, ...]] = {
     torch.optim.Adam: ("cpu", "cuda"),
@@ -50,30 +52,30 @@ _FUSED: dict[type[Optimizer], tuple[str, ...]] = {
     torch.optim.SGD: ("cpu", "cuda"),
     torch.optim.Adagrad: ("cpu",),
 }
-"""Optimizers that have a fused kernel, and where."""
+"""Optimizers that have a fused kernel, and the device types that it supports."""
 
 
 _FUSED_WRONG_IN_HALF = (torch.optim.SGD,)
-"""Those of them whose kernel for CPUs leaves half-precision parameters as they are, but for the last
-few values of each (torch 2.11 to 2.13)."""
+"""Fused optimizers whose CPU kernel leaves half-precision parameters unchanged, except for the last few
+values of each (torch 2.11 to 2.13)."""
 
 _FUSED_DIVIDED = torch.optim.Adam, torch.optim.AdamW
-"""Those of them whose kernel torch runs on parameters that are divided over ranks."""
+"""Fused optimizers whose kernel torch runs on parameters that are sharded over ranks."""
 
 
 def fuses_divided(optimizer: Optimizer) -> bool:
-    """Whether its fused kernel takes parameters that are divided over ranks."""
+    """Whether the fused kernel of `optimizer` accepts parameters that are sharded over ranks."""
     return type(optimizer) in _FUSED_DIVIDED
 
 
 def can_part(optimizer: Optimizer) -> bool:
-    """Whether its parameters may be updated some at a time."""
+    """Whether the parameters of `optimizer` may be updated in parts."""
     return type(optimizer) in _BY_PARAMETER
 
 
 def leanest_update(optimizer: Optimizer, model: nn.Module, kind: str) -> Update:
-    """The update of the same mathematics that takes least memory on a device of `kind`, where the task
-    leaves it open; `"as given"` where it does not."""
+    """The mathematically equivalent update that needs the least memory on a device of type `kind` if
+    the task leaves the choice open, else `"as given"`."""
     groups = optimizer.param_groups
     if not can_part(optimizer) or any(_divided(group["params"]) for group in groups):
         return "as given"
@@ -87,25 +89,25 @@ def leanest_update(optimizer: Optimizer, model: nn.Module, kind: str) -> Update:
 
 @final
 class Updater:
-    """Runs the step of `optimizer` in the way that `take` says, until `close`. It stands in for the
-    optimizer where `GradScaler` asks for one."""
+    """Runs the step of `optimizer` in the way selected by `take`, until `close`. It is passed to
+    `GradScaler` in place of the optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._before: list[dict[str, Any]] = []  # options of the groups as they were given
+        self._before: list[dict[str, Any]] = []  # original options of the groups
         self._update: Update = "as given"
         self.states_on: StatesOn = "device"
         self._homes: dict[tuple[Tensor, str], Tensor] = {}  # in host memory
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizer."""
+        """The parameter groups of the optimizer."""
         return self._optimizer.param_groups
 
     def take(self, update: Update, states_on: StatesOn = "device") -> None:
-        """Run updates in this way from now on.
+        """Select how updates are run from now on.
 
-        Raises `InputError` if the optimizer cannot.
+        Raises `InputError` if the optimizer does not support it.
         """
         name = type(self._optimizer).__name__
         moves = states_on == "host" and not self._is_divided
@@ -123,8 +125,8 @@ class Updater:
         self.keep_states(states_on)
 
     def keep_states(self, where: StatesOn) -> None:
-        """Bring the states there; those of a divided model lie where its parts do. Raises what the
-        allocator raises; then they are where they were."""
+        """Move the states to `where`. The states of a sharded model stay with its shards. Allocation
+        errors are propagated, and the states then stay where they were."""
         if where != self.states_on and not self._is_divided:
             parameters = [p for group in self.param_groups for p in group["params"]]
             if where == "host":
@@ -139,8 +141,8 @@ class Updater:
         return any(_divided(group["params"]) for group in self.param_groups)
 
     def reserve(self) -> None:
-        """Have room in host memory for states that are to lie there, while failing is harmless. Raises
-        what the allocator raises."""
+        """Allocate host memory for states that will be stored there, while a failure is harmless.
+        Allocation errors are propagated."""
         if self.states_on != "host":
             return
         for group in self.param_groups:
@@ -152,12 +154,12 @@ class Updater:
 
     @torch.no_grad()
     def step(self) -> None:
-        """The update: one for hooks on the optimizer's step too, in however many parts it is done."""
+        """Run the update. Hooks on the optimizer's step run once, regardless of the number of parts."""
         if self._update != "in parts" and self.states_on == "device":
             self._optimizer.step()
             return
         after: OrderedDict[int, Any] = self._optimizer._optimizer_step_post_hooks  # pyright: ignore[reportAssignmentType]
-        seen: dict[Tensor, Tensor | None] = {}  # by hooks that come after
+        seen: dict[Tensor, Tensor | None] = {}  # gradients for post-step hooks
         is_seen = bool(after) or bool(_global_optimizer_post_hooks)
 
         def in_parts(_optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -170,7 +172,8 @@ class Updater:
             for param, gradient in seen.items():
                 param.grad = gradient
 
-        # The last of the hooks before the step, which then finds nothing to do, and the first after it.
+        # `in_parts` is the last pre-step hook, so the step itself finds no gradients. `give_back` is
+        # the first post-step hook.
         handles = [
             self._optimizer.register_step_pre_hook(in_parts),
             self._optimizer.register_step_post_hook(give_back),
@@ -185,7 +188,7 @@ class Updater:
     def _step_in_parts(
         self, gradients: dict[Tensor, Tensor | None], step: Callable[[], object]
     ) -> None:
-        """`step`s of some `gradients` after the other, which are let go."""
+        """Run `step` on one part of the `gradients` at a time, and release them."""
         parameters = list(gradients)
         for param in parameters:
             param.grad = None
@@ -203,14 +206,14 @@ class Updater:
             _await_host(parameters)
 
     def close(self) -> None:
-        """Give the optimizer back as it was given, but for its states: those in host memory stay there,
-        since there may be no room for them elsewhere."""
+        """Restore the options of the optimizer. States in host memory stay there, since the device may
+        not have room for them."""
         self._restore_options()
         self._homes.clear()
 
     def _fetch(self, parameters: Sequence[Tensor]) -> None:
         moving = list(self._moving(parameters))
-        # Room for all of them first: if there is none, nothing has moved.
+        # Allocate memory for all of them first: if that fails, nothing has moved.
         rooms = [torch.empty_like(value, device=param.device) for param, _, value in moving]
         for (param, key, value), room in zip(moving, rooms, strict=True):
             self._homes[param, key] = value
@@ -246,7 +249,8 @@ class Updater:
         self._place_steps()
 
     def _check_trains(self) -> None:
-        """Raises `InputError` for a fused kernel, of the plan or the user, that would not train."""
+        """Raises `InputError` for a fused kernel, selected by the plan or the user, that would not
+        update the parameters."""
         for group in self.param_groups:
             kind = group["params"][0].device.type if group["params"] else ""
             is_real = not any(isinstance(param, FakeTensor) for param in group["params"])
@@ -265,7 +269,7 @@ class Updater:
             self._place_steps()
 
     def _place_steps(self) -> None:
-        """The number of steps lies on the device for fused kernels, on the host for others."""
+        """Move step counts to the device for fused or capturable kernels, to the host for others."""
         for group in self.param_groups:
             for param in group["params"]:
                 state = self._optimizer.state.get(param, {})
@@ -278,7 +282,8 @@ def _can_fuse(optimizer: Optimizer, group: dict[str, Any], kind: str) -> bool:
     return (
         kind in _FUSED.get(type(optimizer), ())
         and (fuses_divided(optimizer) or not _divided(group["params"]))
-        # torch's kernel has no place for a parameter whose first gradient comes later than others'.
+        # With momentum, torch's kernel does not support parameters that get their first gradient later
+        # than others.
         and not group.get("momentum")
         and not isinstance(group["lr"], Tensor)
         and not group["differentiable"]
@@ -296,12 +301,12 @@ def _divided(parameters: Sequence[Tensor]) -> bool:
 
 
 def _is_dense(model: nn.Module) -> bool:
-    """Whether no module makes sparse gradients, for which there are no fused kernels."""
+    """Whether no module produces sparse gradients, which fused kernels do not support."""
     return not any(getattr(module, "sparse", False) is True for module in model.modules())
 
 
 def _parts(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """`parameters` in their order, some at a time."""
+    """Split `parameters`, in order, into parts of at most `PART_BYTES` or of a single parameter."""
     part: list[Tensor] = []
     size = 0
     for param in parameters:
@@ -315,15 +320,15 @@ def _parts(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _await_host(parameters: Sequence[Tensor]) -> None:
-    """Until what is on its way from the devices of `parameters` has come: who reads states on the host
-    reads them whole."""
+    """Wait until pending copies from the devices of `parameters` are complete, so that the states can
+    be read on the host."""
     for device in {param.device for param in parameters}:
-        if device.type == "cuda":  # which need not be the current one
+        if device.type == "cuda":  # not necessarily the current device
             torch.cuda.current_stream(device).synchronize()
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Room for `tensor` in host memory, from and to which a GPU copies by itself."""
+    """Allocate host memory for `tensor`, pinned for CUDA tensors so that copies are asynchronous."""
     return torch.empty_like(
         tensor, device="cpu", pin_memory=tensor.device.type == "cuda", requires_grad=False
     )

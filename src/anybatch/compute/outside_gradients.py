@@ -1,9 +1,10 @@
-"""Outside gradients: those of what a loss uses, and neither the model nor the optimizer has.
+"""Outside gradients: gradients of tensors that a loss uses and neither the model nor the optimizer has.
 
-A discriminator in a generator's loss, a temperature that the script moves by hand, the images of an
-attack: backward adds to their gradients too. There they are sums over micro-batches, times whatever
-factor the plan scales sums by, and a step that is done again adds to them twice. So what a script finds
-after a step is what a plain loop would have left: what was there before, and the gradient of the mean.
+Examples are a discriminator in a generator's loss, a temperature that the script updates itself, and
+the images of an adversarial attack. Backward accumulates into their gradients too. These are sums over
+micro-batches, multiplied by the plan's scaling factor, and a repeated step adds to them twice. This
+module corrects them, so that after a step a script finds what a plain loop would have left: the
+previous gradient plus the gradient of the mean.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ _LEAF: Any = torch._C._functions.AccumulateGrad  # pyright: ignore[reportAttribu
 
 @final
 class OutsideGradients:
-    """See the module.
+    """Tracks and corrects outside gradients during a step; see the module docstring.
 
     Args:
-        own: what has its gradients from elsewhere.
+        own: tensors whose gradients are handled elsewhere.
     """
 
     def __init__(self, own: Iterable[Tensor]) -> None:
         self._own = set(own)
-        # Weak: what the loss makes itself is gone with its pass.
+        # Weak, so that tensors created by the loss are freed with their pass.
         self._before = WeakTensorKeyDictionary()
 
     def note(self, loss: Tensor) -> None:
-        """Before the backward of a pass: begin anew with what it will reach."""
+        """Set aside the gradients of the leaves that backward of `loss` will reach. Called before each
+        backward; in a step, each leaf is recorded once."""
         for leaf in _leaves_of(loss):
             if leaf not in self._own and leaf not in self._before:
                 self._before[leaf] = leaf.grad
@@ -40,14 +42,14 @@ class OutsideGradients:
 
     @torch.no_grad()
     def divide(self, divisor: Tensor) -> None:
-        """The sums become those of the mean. `divisor`: a scalar tensor."""
+        """Divide the summed gradients to get those of the mean. `divisor`: a scalar tensor."""
         for leaf in list(self._before):
             if leaf.grad is not None:
                 leaf.grad.div_(divisor)
 
     @torch.no_grad()
     def keep(self) -> None:
-        """The step is done: add them to what was there before."""
+        """Add the gradients to those from before the step, at the end of the step."""
         for leaf, before in list(self._before.items()):
             if before is not None:
                 if leaf.grad is not None:
@@ -56,14 +58,14 @@ class OutsideGradients:
         self._before.clear()
 
     def drop(self) -> None:
-        """The step is undone, or was kept."""
+        """Restore the gradients from before the step, if it is undone. Does nothing after `keep`."""
         for leaf, before in list(self._before.items()):
             leaf.grad = before
         self._before.clear()
 
 
 def _leaves_of(result: Tensor) -> Iterator[Tensor]:
-    """What `backward` of `result`, which has a graph, adds gradients to."""
+    """Yield the leaves that `backward` of `result` accumulates gradients into. `result` has a graph."""
     found: set[Any] = {result.grad_fn}
     nodes: list[Any] = [result.grad_fn]
     while nodes:

@@ -1,9 +1,9 @@
-"""Frozen parameters that forward writes to, as they were before the step.
+"""Saves and restores frozen parameters that forward writes to.
 
-A momentum encoder or a teacher follows the trained weights inside forward, in parameters without a
-gradient. A pass that is undone has to leave them as they were. They are not copied before it is known
-that there are such: a frozen base model may be most of the memory. The first pass is watched, and what
-it writes to is copied just before it does.
+A momentum encoder or a teacher tracks the trained weights inside forward, in parameters without a
+gradient. Undoing a pass has to restore them. Frozen parameters are not all copied in advance, since a
+frozen base model may take most of the memory. Instead, the first pass is watched, and each parameter is
+copied just before it is written to.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from torch.utils._pytree import tree_leaves
 
 @final
 class ParameterWrites:
-    """See the module."""
+    """Copies of the frozen parameters that forward writes to; see the module docstring."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._is_known = False  # which parameters these are
+        self._is_known = False  # whether it is known which parameters these are
         self._saved: dict[nn.Parameter, Tensor] = {}
 
     def save(self) -> None:
-        """Remember what they hold now."""
+        """Copy the current values of the parameters."""
         self._saved = {param: param.detach().clone() for param in self._saved}
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Make them hold what they held at `save`, or before the first pass."""
+        """Restore the values from the last `save`, or from before the first pass."""
         for param, before in self._saved.items():
-            param.data.copy_(before)  # through .data: a graph may have saved this version
+            param.data.copy_(before)  # .data keeps the version, which a graph may have saved
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around a forward pass."""
+        """Context manager around a forward pass. The first pass copies parameters that it writes to."""
         frozen = {} if self._is_known or detect_fake_mode() is not None else _frozen(self._model)
         if not frozen:
             yield
@@ -51,7 +51,7 @@ class ParameterWrites:
 
 
 class _CopyOnWrite(TorchDispatchMode):
-    """Copies each of `params`, by storage, into `saved` before an operation writes to it."""
+    """Copies a parameter in `params` (keyed by storage) to `saved` before an operation writes to it."""
 
     def __init__(
         self, params: Mapping[int, nn.Parameter], saved: dict[nn.Parameter, Tensor]

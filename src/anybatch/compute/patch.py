@@ -1,11 +1,10 @@
-"""Replacing the `forward` of one module: the one way in which a plan reaches into a model.
+"""Replaces the `forward` of single modules, which is how a plan modifies a model.
 
-The module stays itself: its name, parameters and `state_dict` keys are untouched, so nothing has to be
-unwrapped when weights are saved. A copy of it, and what is pickled of it, is the module as it was
-before.
+The module stays the same object: its name, parameters and `state_dict` keys are untouched, so nothing
+has to be unwrapped when weights are saved. Copies and pickles of the module contain its original state.
 
-Several plans may be at work on one model, as those of two `Step`s are. Their replacements lie one upon
-the other, and each can be taken away, whatever came after it.
+Several plans may be active on one model, such as those of two `Step`s. Their replacements are stacked,
+and each can be removed, regardless of those added after it.
 """
 
 from __future__ import annotations
@@ -19,20 +18,21 @@ Forward = Callable[..., Any]
 
 
 def replace_forward(module: nn.Module, make: Callable[[Forward], Forward]) -> Callable[[], None]:
-    """Let `module` run what `make` makes of the `forward` that it runs now, until the function returned
-    is called. If one below is taken away before, `make` is called again, with what is there then."""
+    """Replace the current `forward` of `module` with `make(forward)`, until the returned function is
+    called. If a replacement below it is removed before that, `make` is called again with the new
+    `forward` below it."""
     stack = vars(module).get(_KEY)
     if not isinstance(stack, _Forwards):
         stack = _Forwards(module)
     return stack.add(make)
 
 
-_KEY = "__getstate__"  # where copy and pickle ask a module for its state, of the instance first
+_KEY = "__getstate__"  # copy and pickle look this up on the instance first
 
 
 class _Forwards:
-    """The replacements of one module's `forward`, from the lowest to the one that runs. It lies in the
-    module itself, in the place of `__getstate__`."""
+    """The stack of replacements of one module's `forward`, from the lowest to the active one. It is
+    stored on the module itself, as `__getstate__`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -52,9 +52,9 @@ class _Forwards:
         return lambda: self._remove(maker)
 
     def __call__(self) -> Any:
-        """The state of the module, as if nothing had been replaced."""
+        """Return the state of the module as if nothing had been replaced."""
         state: Any = type(self._module).__getstate__(self._module)
-        if isinstance(state, tuple):  # of a class with slots
+        if isinstance(state, tuple):  # a class with slots
             return self._plain(state[0]), *state[1:]
         return self._plain(state)
 
@@ -71,7 +71,7 @@ class _Forwards:
             self._make_from(place)
 
     def _make_from(self, place: int) -> None:
-        """Make those from number `place` on anew, from what is below."""
+        """Rebuild the replacements from index `place` on, on top of those below."""
         del self._made[place:]
         own = vars(self._module)
         own.pop("forward", None)
@@ -87,7 +87,7 @@ class _Forwards:
 
 
 class _Maker:
-    """One replacement, told from another one with an equal function."""
+    """One replacement. It is compared by identity, so two with an equal function are distinct."""
 
     def __init__(self, make: Callable[[Forward], Forward]) -> None:
         self.make: Callable[[Forward], Forward] = make

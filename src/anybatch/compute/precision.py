@@ -1,7 +1,7 @@
-"""Precision: how numbers are held, as one table, and the little that has to be done for each row.
+"""Precision: a table of number formats, and the code that applies each of them to a model.
 
 Autocast and GradScaler are torch's. Half-precision weights run under autocast too, since it knows
-which operations to keep in float32; only their master copies are kept here.
+which operations to keep in float32; only their master copies are managed here.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Format:
     """One row of the table.
 
     Attributes:
-        compute: dtype of autocast, or None.
-        weights: dtype of the weights, or None to leave them.
-        masters: norms stay float32 and the optimizer works on float32 copies of the weights.
+        compute: dtype of autocast, or None to disable it.
+        weights: dtype of the weights, or None to leave them unchanged.
+        masters: whether norms stay in float32 and the optimizer updates float32 copies of the weights.
     """
 
     compute: torch.dtype | None = None
@@ -62,14 +62,14 @@ FORMATS: dict[Precision, Format] = {
 
 
 class Numerics:
-    """One model in one precision on one device, from its construction to `undo`.
+    """Applies a precision to one model on one device, from construction until `undo`.
 
     Attributes:
         scaler: torch's GradScaler, or None.
         gradient_factor: power of two by which the sum of losses is multiplied before backward, so
-            that gradients, which are sums over the global batch, stay in the range of a mean: that of
-            float16 is short. Where the total weight is that very power, the sums are the mean, and a
-            pass over all gradients is saved.
+            that gradients, which are sums over the global batch, stay in the range of a mean: the range
+            of float16 is small. If the total weight is exactly the inverse of this factor, the scaled
+            sums are the mean, which saves a pass over all gradients.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Numerics:
                 self._undo.append(_float8(model))
             if device.type == "cuda" and precision in ("fp32", "tf32"):
                 self._undo.append(_tensor_float32(precision == "tf32"))
-            # A model that is divided over ranks keeps its masters itself: see `parallel.Shard`.
+            # A model that is sharded over ranks keeps its own masters: see `parallel.Shard`.
             divided = any(isinstance(p, DTensor) for p in model.parameters())
             if self._format.weights is not None and not (divided and self._format.masters):
                 self._halve(self._format.weights)
@@ -107,49 +107,49 @@ class Numerics:
             raise
 
     def expect(self, global_batch: int) -> None:
-        """Between two steps: take `gradient_factor` for steps of so many samples from now on."""
+        """Set `gradient_factor` for steps of `global_batch` samples. Called between two steps."""
         self.gradient_factor: float = 2.0 ** -((global_batch - 1).bit_length())
 
     def region(self) -> AbstractContextManager[Any]:
-        """Where the forward pass runs."""
+        """Context manager in which the forward pass runs: autocast, if the precision uses it."""
         if self._format.compute is None:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._format.compute)
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Let `optimizer` work on the float32 masters instead of the half-precision weights, and with
-        states of the dtype of what it works on."""
+        """Make `optimizer` update the float32 masters instead of the half-precision weights. Its states
+        get the dtype of the parameters that it updates."""
         masters = {param: self._masters.get(param, param) for param in self._halved}
         _exchange(optimizer, masters)
-        # Undone last: then the weights have the dtype again that they came in.
+        # Undone last, when the weights have their original dtype again.
         self._undo.insert(0, partial(_exchange, optimizer, {m: p for p, m in masters.items()}))
 
     @property
     def is_halved(self) -> bool:
-        """Whether parameters are kept in half precision here."""
+        """Whether this object has converted parameters to half precision."""
         return bool(self._halved)
 
     def leaves(self) -> dict[nn.Parameter, nn.Parameter]:
-        """For each master, the parameter whose gradient is poured into it."""
+        """Map each master to the parameter whose gradient is accumulated into it."""
         return {master: param for param, master in self._masters.items()}
 
     def publish(self) -> None:
-        """Copy the masters to the weights that the model computes with, after an update."""
+        """Copy the masters to the weights of the model, after an update."""
         if self._masters:
             with torch.no_grad():
                 torch._foreach_copy_(list(self._masters), list(self._masters.values()))
 
     @torch.no_grad()
     def take_edits(self) -> None:
-        """Between two steps: what was written to weights from outside (loaded, clamped) is written to
-        their masters too, or the next update would undo it. Neither waits for the device nor changes
-        the master of a weight that is as it was published."""
+        """Copy external changes of weights (loading, clamping) to their masters, since the next update
+        would otherwise undo them. Called between two steps. Does not synchronize with the device, and
+        does not change masters of weights that are as published."""
         for param, master in self._masters.items():
             edited = param != master.to(param.dtype)
             master.copy_(torch.where(edited, param.to(master.dtype), master))
 
     def undo(self) -> None:
-        """Give the model back in the dtype it came in, from the masters where there are any."""
+        """Restore the original dtypes of the model, with the values of the masters where they exist."""
         with ExitStack() as last_first:
             for undo in self._undo:
                 last_first.callback(undo)
@@ -183,13 +183,13 @@ class Numerics:
             handle = param.register_post_accumulate_grad_hook(_pour_into(copy))
             self._undo.append(handle.remove)
         self._undo.append(partial(_restore, param, copy, before))
-        # By way of the master, so that rounding is that of `publish`.
+        # Cast from the master, so that rounding is the same as in `publish`.
         param.data = (param if copy is None else copy).data.to(dtype)
 
 
 def _check_halvable(model: nn.Module, precision: Precision, keep: bool) -> None:
-    """Raises `InputError` if a part of `model` cannot compute with weights in half precision; `keep`:
-    its buffers stay as they are."""
+    """Raises `InputError` if a part of `model` cannot compute with weights in half precision. `keep`:
+    whether buffers keep their dtype."""
     format = "bf16" if precision.startswith("bf16") else "fp16"
     for name, module in model.named_modules():
         spectral = isinstance(module, _SpectralNorm) or any(
@@ -210,7 +210,7 @@ def _check_halvable(model: nn.Module, precision: Precision, keep: bool) -> None:
 
 
 def check_available(precision: Precision, device: Device) -> None:
-    """Raises `InputError` if `precision` cannot be had on `device`, saying what is missing."""
+    """Raises `InputError` if `precision` is not available on `device`, and names what is missing."""
     if precision == "fp8":
         other = "fp16" if device.kind == "cuda" and not device.has("bf16") else "bf16"
         _check_has("fp8", device, "8.9", other)
@@ -221,7 +221,7 @@ def check_available(precision: Precision, device: Device) -> None:
 
 
 def precision_notices(precision: Precision, device: Device) -> Iterator[str]:
-    """What to say where `device` computes in `precision`, but not as it computes best."""
+    """Yield notices if `device` supports `precision`, but not efficiently."""
     format = FORMATS[precision]
     if device.kind == "cpu":
         half = format.compute or format.weights
@@ -250,8 +250,8 @@ def _check_has(format: NumberFormat, device: Device, since: str, instead: str) -
 
 
 def _pour_into(master: nn.Parameter) -> Callable[[Tensor], None]:
-    """A hook that adds a half-precision gradient to its master's in float32, and drops it: adding up
-    micro-batches in half precision would lose the small ones."""
+    """Return a hook that adds a half-precision gradient to that of its master in float32, and drops it:
+    accumulating micro-batches in half precision would lose small gradients."""
 
     def pour(param: Tensor) -> None:
         if param.grad is None:
@@ -271,8 +271,8 @@ def _restore(tensor: Tensor, master: Tensor | None, dtype: torch.dtype) -> None:
 
 
 def _narrowing_inputs(model: nn.Module) -> Callable[[], None]:
-    """Cast what goes into a model in float64 to float32, since autocast leaves float64 as it is, and
-    half-precision weights do not go with it."""
+    """Cast float64 inputs of `model` to float32, since autocast does not cast float64, which cannot be
+    combined with half-precision weights. Returns a function that undoes this."""
 
     def narrowed(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return _cast(args, torch.float32, torch.float64), _cast(
@@ -283,8 +283,8 @@ def _narrowing_inputs(model: nn.Module) -> Callable[[], None]:
 
 
 def _casting_io(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    """Cast what goes into a purely half-precision model to its dtype, and what comes out to float32,
-    in which losses are computed."""
+    """Cast the inputs of a purely half-precision model to its dtype, and its outputs to float32, in
+    which losses are computed. Returns a function that undoes this."""
     before = model.register_forward_pre_hook(
         lambda _module, args, kwargs: (_cast(args, dtype), _cast(kwargs, dtype)), with_kwargs=True
     )
@@ -298,7 +298,7 @@ def _casting_io(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
 
 
 def _cast(value: Any, dtype: torch.dtype, only: torch.dtype | None = None) -> Any:
-    """`value` with its floating-point tensors, or those of the dtype `only`, in `dtype`."""
+    """Cast the floating-point tensors in `value`, or only those with the dtype `only`, to `dtype`."""
     if isinstance(value, Tensor):
         meant = value.is_floating_point() if only is None else value.dtype == only
         return value.to(dtype) if meant else value
@@ -310,7 +310,7 @@ def _cast(value: Any, dtype: torch.dtype, only: torch.dtype | None = None) -> An
 
 
 def _exchange(optimizer: Optimizer, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Let `optimizer` work on the values of `others` in place of the keys, with the same states."""
+    """Replace the keys of `others` by their values in `optimizer`, and cast their states."""
     for group in optimizer.param_groups:
         group["params"] = [others.get(p, p) for p in group["params"]]
     for old, new in others.items():
@@ -327,11 +327,12 @@ def _is_like(value: Any, param: Tensor) -> bool:
 
 
 def _tensor_float32(allowed: bool) -> Callable[[], None]:
-    """Matrix products and convolutions in TensorFloat-32, or not; these are process-wide switches.
+    """Enable or disable TensorFloat-32 for matrix products and convolutions. The switches are
+    process-wide. Returns a function that restores them.
 
-    torch has an old set of them and a new one. It refuses to tell an old one while a new one says
-    otherwise, and takes the new ones that are not set from `torch.backends.fp32_precision`. So both
-    are set, to the same; and to tell the old ones they are asked under either setting of the new."""
+    torch has an old set of switches and a new one. Reading an old switch raises an error while a new
+    one disagrees with it, and new switches that are not set follow `torch.backends.fp32_precision`. So
+    both sets get the same value, and the old switches are read under either setting of the new ones."""
     backends: Any = torch.backends
     new = backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn
     found = [switch.fp32_precision for switch in new]
@@ -357,8 +358,8 @@ def _tensor_float32(allowed: bool) -> Callable[[], None]:
 
 
 def _float8(model: nn.Module) -> Callable[[], None]:
-    """Linear layers in float8 by torchao, where both their sides are multiples of 16 as the kernel
-    demands. The layers that come back share the parameters, so undoing is putting the old ones back."""
+    """Convert linear layers to float8 with torchao, if both dimensions are multiples of 16, as the
+    kernel requires. Parameters are shared, so the returned function puts the original layers back."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def fits(module: nn.Module, _name: str) -> bool:
@@ -369,7 +370,7 @@ def _float8(model: nn.Module) -> Callable[[], None]:
         )
 
     linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
-    # The rows of a micro-batch, of any number, are the inner side of a product in backward.
+    # In backward, the arbitrary number of rows of a micro-batch is the inner dimension of a product.
     config = Float8LinearConfig(pad_inner_dim=True)
     convert_to_float8_training(model, config=config, module_filter_fn=fits)
 

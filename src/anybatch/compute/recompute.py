@@ -1,18 +1,19 @@
-"""Recompute: activations of chosen blocks are dropped after forward and computed again in backward.
+"""Recompute: drops the activations of chosen blocks after forward and recomputes them in backward.
 
-torch's non-reentrant `checkpoint` does the work. What stands here is the way from a plan to the
-modules: each chosen block gets a new `forward` on the instance, so names, parameters and
-`state_dict` stay as they are, and `undo` leaves the model as it was found.
+The implementation is torch's non-reentrant `checkpoint`. This module applies a plan to the model: each
+chosen block gets a new `forward` on the instance, so names, parameters and `state_dict` are unchanged,
+and `undo` restores the model.
 
-A module that counts (running statistics, a step counter, the vectors of a spectral norm) must not count
-twice when its block runs a second time, and must compute what it computed the first time. So the
-second run finds the buffers as the first one found them, and leaves them as it found them itself. The
-same for plain attributes of modules, and for generators of random numbers: torch's own by its
-`checkpoint`, Python's, NumPy's, and others that the blocks use by what is here. What else makes the two
-runs differ is found, and is an error.
+A module with state that advances in forward (running statistics, a step counter, the vectors of a
+spectral norm) must not advance it twice when its block runs a second time, and must compute the same
+result as the first time. So the second run starts from the buffers as they were before the first run,
+and on exit restores their values from before the second run. The same holds for plain attributes of
+modules and for random number generators: torch's own are handled by `checkpoint`; those of Python and
+NumPy, and others that the blocks use, are handled here. Any other difference between the two runs is
+detected and raises an error.
 
-Recurrent layers are cut along time, see `along_time`, and MLPs inside of blocks along the sequence if
-the plan says so, see `along_sequence`.
+Recurrent layers are split along time, see `along_time`. MLPs inside blocks are split along the sequence
+if the plan says so, see `along_sequence`.
 
 Nested recompute is a tree over the layers of a sequence (Chen et al. 2016, "Training Deep Nets with
 Sublinear Memory Cost", section 4.3). For layers a b c d:
@@ -20,8 +21,8 @@ Sublinear Memory Cost", section 4.3). For layers a b c d:
     checkpoint( checkpoint(a b)  checkpoint(c d) )
 
 Forward keeps the inputs of the two halves. Backward runs the right half again, keeping the inputs of
-its halves, and so on: at any time O(log n) inputs are alive, for O(n log n) layer runs. A layer that
-works in place would spoil an input that is kept, so it stays in one piece with the layer before it.
+its halves, and so on: at any time O(log n) inputs are alive, for O(n log n) layer runs. An in-place
+layer would overwrite a kept input, so it stays in one piece with the layer before it.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ from anybatch.plans import Recompute
 from anybatch.side_effects import generators_in
 
 _LEAST_BYTES = 64 << 10
-"""What is smaller stays on the device."""
+"""Smaller tensors stay on the device."""
 
 _KEPT_BYTES = 64 << 10
-"""Copies of buffers up to this size are kept for the second run in any case."""
+"""Copies of buffers up to this size are always kept for the second run."""
 
 _COMPARED, _TOLERANCE = 64, 0.05
-"""Values of what a block returns by which its two runs are compared, once; and how far they may be
-apart, as a part of the largest: kernels that add in no fixed order round otherwise."""
+"""Number of output values by which the two runs of a block are compared, once, and the tolerance
+relative to the largest value: kernels without a fixed order of summation round differently."""
 
 _aten = torch.ops.aten
 _MATMULS = {
@@ -76,14 +77,14 @@ _MATMULS = {
 
 
 class NotRepeated(InputError):
-    """A block did not compute in its second run what it computed in its first."""
+    """Raised if a block does not compute the same in its second run as in its first."""
 
 
 def install(model: nn.Module, recompute: Recompute) -> Callable[[], None]:
-    """Make `model` recompute as the plan says; the function returned undoes it.
+    """Apply the recompute settings of a plan to `model`. Returns a function that undoes this.
 
-    Raises `InputError` if a name matches no module, or `nested` is asked for and no block named is
-    an `nn.Sequential`.
+    Raises `InputError` if a name matches no module, or if `nested` is set and none of the named blocks
+    is an `nn.Sequential`.
     """
     blocks = match_blocks(model, recompute.blocks)
     tiled = match_blocks(model, recompute.tiled)
@@ -98,7 +99,7 @@ def install(model: nn.Module, recompute: Recompute) -> Callable[[], None]:
     for name, block in blocks.items():
         kept = _KeptState(name, generators)
         if recompute.nested and isinstance(block, nn.Sequential):
-            tree = _Tree(block, kept)  # runs the layers, not the forward of their chain
+            tree = _Tree(block, kept)  # runs the layers instead of the forward of the sequence
             undos.append(replace_forward(block, lambda _, tree=tree: tree))
         else:
             undos.append(
@@ -117,23 +118,24 @@ def install(model: nn.Module, recompute: Recompute) -> Callable[[], None]:
 def keeping(
     recompute: Recompute, model: nn.Module, host: torch.device
 ) -> AbstractContextManager[Any]:
-    """Where forward keeps what it keeps: on the device, or (`to_host`) on `host`."""
+    """Context manager that selects where tensors saved in forward are stored: on the device, or
+    (`to_host`) on `host`."""
     if not recompute.to_host:
         return nullcontext()
     return _InHostMemory(chain(model.parameters(), model.buffers()), host)
 
 
 class _InHostMemory(saved_tensors_hooks):
-    """What is saved inside lies in host memory.
+    """Stores saved tensors in host memory.
 
-    torch's `save_on_cpu` moves everything. Here parameters and buffers stay, which are on the device
-    anyway, and what is small. Copies are queued behind the kernels that write and before those that
-    read, so the host never waits.
+    torch's `save_on_cpu` moves all tensors. Here small tensors stay on the device, and so do parameters
+    and buffers, which are there anyway. Copies are enqueued after the kernels that write the tensors
+    and before those that read them, so the host does not block.
 
     Args:
-        staying: tensors that are not moved, nor views of them.
-        host: where to. The device `meta` stands for the host's memory in a trace, which counts only
-            the device's.
+        staying: tensors that are not moved, including views of them.
+        host: device to move tensors to. In a trace, which counts only the memory of the device, it is
+            `meta`, which stands for host memory.
     """
 
     def __init__(self, staying: Iterable[Tensor], host: torch.device) -> None:
@@ -162,11 +164,11 @@ class _InHostMemory(saved_tensors_hooks):
 
 @contextmanager
 def naming_blocks() -> Iterator[None]:
-    """Around a pass, forward and backward: torch reports that a second run saved other tensors, but not
-    of which block.
+    """Context manager around a pass (forward and backward) that names the block in recompute errors:
+    torch reports that a second run saved different tensors, but not in which block.
 
-    Raises `NotRepeated` in its place, and `InputError` for a block that differentiates by torch.func,
-    which cannot be recomputed.
+    Raises `NotRepeated` in place of torch's error, and `InputError` for a block that differentiates
+    with torch.func, which cannot be recomputed.
     """
     _latest.clear()
     try:
@@ -180,12 +182,12 @@ def naming_blocks() -> Iterator[None]:
             ) from error
         if not isinstance(error, CheckpointError):
             raise
-        if not _latest:  # a checkpoint of the model's own
+        if not _latest:  # the model itself uses checkpoint
             raise
         raise NotRepeated(_told(_latest[-1])) from error
 
 
-_latest: list[str] = []  # the block whose second run was the last
+_latest: list[str] = []  # name of the block whose second run started last
 
 
 def _told(name: str) -> str:
@@ -199,7 +201,7 @@ def _told(name: str) -> str:
 
 
 class _Checkpointed:
-    """The `forward` of a block that is recomputed whole."""
+    """The `forward` of a block that is recomputed as a whole."""
 
     def __init__(
         self, block: nn.Module, keep: str, kept: _KeptState, run: Callable[..., Any]
@@ -242,8 +244,8 @@ class _Checkpointed:
 
 @final
 class _Compared:
-    """`run`, whose second result is compared with the first in a few values. Raises `NotRepeated` if
-    they differ."""
+    """Wraps `run` and compares a few values of its second result with the first. Raises `NotRepeated`
+    if they differ."""
 
     def __init__(self, name: str, run: Callable[..., Any]) -> None:
         self._name = name
@@ -257,14 +259,14 @@ class _Compared:
             self._first = found
         elif found is not None and found.shape == self._first.shape:
             apart, largest = (found - self._first).abs().max(), self._first.abs().max()
-            if apart > _TOLERANCE * largest:  # not where they are not finite
+            if apart > _TOLERANCE * largest:  # False if values of the first run are not finite
                 raise NotRepeated(_told(self._name))
         return result
 
 
 @torch.no_grad()
 def _some_of(result: Any) -> Tensor | None:
-    """Some values of the first tensor in `result`."""
+    """Some values of the first non-empty floating-point tensor in `result`."""
     for leaf in tree_leaves(result):
         if type(leaf) is Tensor and leaf.is_floating_point() and leaf.numel():
             count = min(leaf.numel(), _COMPARED)
@@ -304,18 +306,18 @@ class _Tree:
 
 
 def _drop_casts() -> None:
-    """Let go of autocast's copies of weights in half precision, which else stay until forward ends.
+    """Clear autocast's cache of half-precision weights, which would otherwise stay until forward ends.
 
-    Those of a block that is recomputed are made again in backward, so keeping them is of no use to it.
-    Others are kept by what needs them in backward. A weight that is used once more in the same forward
-    is copied once more, with the same values.
+    The cached weights of a recomputed block are cast again in backward, so there is no use in keeping
+    them. Others are kept alive by the operations that need them in backward. A weight that is used
+    again in the same forward is cast again, with the same values.
     """
     torch.clear_autocast_cache()
 
 
 def _pieces(layers: Sequence[nn.Module]) -> tuple[list[nn.Module], list[list[nn.Module]]]:
-    """Where a chain may be cut: never right before a layer that works in place. Those that it begins
-    with come apart: they write to what is not the chain's own, and are run once."""
+    """Split a sequence of layers into pieces, never right before an in-place layer. In-place layers at
+    the start are returned separately: they write to a tensor from outside, and run only once."""
     first: list[nn.Module] = []
     pieces: list[list[nn.Module]] = []
     for layer in layers:
@@ -327,7 +329,7 @@ def _pieces(layers: Sequence[nn.Module]) -> tuple[list[nn.Module], list[list[nn.
 
 
 def _works_in_place(layer: nn.Module) -> bool:
-    """Whether `layer` writes to its input, as far as modules tell."""
+    """Whether `layer` writes to its input, according to its `inplace` attribute."""
     if isinstance(layer, nn.Sequential):
         return len(layer) > 0 and _works_in_place(layer[0])
     return bool(getattr(layer, "inplace", False))
@@ -338,14 +340,14 @@ Place = tuple[nn.Module, str]
 
 @final
 class _Generators:
-    """Generators that can be reached from some blocks, once a pass has asked for them."""
+    """Random number generators reachable from some blocks, which are searched for on first use."""
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         self._blocks = tuple(blocks)
         self._found: list[Any] | None = None
 
     def found(self) -> list[Any]:
-        """They. None in a trace, which draws no numbers that count."""
+        """Return the generators. Empty in a trace, where random numbers do not matter."""
         if self._found is None:
             if detect_fake_mode() is not None:
                 return []
@@ -354,11 +356,12 @@ class _Generators:
 
 
 class _KeptState:
-    """The buffers, attributes and generators that forward changes, for both runs of the block `name`.
+    """Keeps the buffers, attributes and generators that forward changes, for both runs of the block
+    `name`.
 
     Which buffers change may differ from run to run (observers that are enabled later, codebooks after
-    their warm-up), so all are copied whenever a block runs. Copies of large ones (masks, rotary
-    tables) are let go at the end of a first run that has not changed them.
+    their warm-up), so all are copied whenever a block runs. Copies of large buffers (masks, rotary
+    tables) are released at the end of a first run that has not changed them.
     """
 
     def __init__(self, name: str, generators: _Generators) -> None:
@@ -368,7 +371,7 @@ class _KeptState:
     def contexts(
         self, modules: Iterable[nn.Module]
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """What surrounds the first run of `modules`, which begins now, and the second."""
+        """Return context managers for the first run of `modules`, which starts now, and the second."""
         inner = [module for outer in modules for module in outer.modules()]
         buffers = _Snapshot((module, name) for module in inner for name in module._buffers)
         found = _Kept(buffers, ModuleState(inner, self._generators.found()), PythonAndNumpy())
@@ -383,7 +386,7 @@ class _KeptState:
 
 @final
 class _Kept:
-    """All of it at one moment."""
+    """Snapshot of buffers, attributes and random number generators."""
 
     def __init__(
         self, buffers: _Snapshot, attributes: ModuleState, numbers: PythonAndNumpy
@@ -393,17 +396,17 @@ class _Kept:
         self.parts = buffers, attributes, numbers
 
     def now(self) -> _Kept:
-        """The same, as it is now."""
+        """Return a snapshot of the current state."""
         return _Kept(_Snapshot(self._buffers.places), self._attributes.now(), PythonAndNumpy())
 
     def put_back(self) -> None:
-        """Make it all as it was."""
+        """Restore the state of the snapshot."""
         for one in self.parts:
             one.put_back()
 
 
 class _Snapshot:
-    """Buffers and what they held at one moment."""
+    """Snapshot of buffers and their values."""
 
     def __init__(self, places: Iterable[Place]) -> None:
         self._held: dict[Place, tuple[Tensor | None, int, Tensor | None]] = {}
@@ -411,18 +414,18 @@ class _Snapshot:
             buffer, version, value = module._buffers.get(name), 0, None
             if buffer is not None:
                 version = buffer._version
-                if not _is_expanded(buffer):  # torch writes to no tensor whose elements are one
+                if not _is_expanded(buffer):  # torch does not write to tensors with shared elements
                     value = buffer.detach().clone()
             self._held[module, name] = buffer, version, value
 
     @property
     def places(self) -> list[Place]:
-        """Where the buffers are."""
+        """The module and name of each buffer."""
         return list(self._held)
 
     def drop_unchanged(self) -> None:
-        """Let go of large buffers that were neither written nor replaced since. Some writes give no new
-        version: those of the kernels of norms, and those by way of `.data`."""
+        """Release large buffers that were neither written to nor replaced since. Some writes do not
+        increase the version: those by the kernels of norms, and those through `.data`."""
         for (module, name), (buffer, version, _) in list(self._held.items()):
             if (
                 buffer is not None
@@ -434,10 +437,10 @@ class _Snapshot:
                 del self._held[module, name]
 
     def put_back(self) -> None:
-        """Make every place hold what it held."""
+        """Restore every buffer and its value."""
         for (module, name), (buffer, _, value) in self._held.items():
             if buffer is not None and value is not None:
-                # Through .data: the version stays, since backward may have saved this buffer.
+                # Through .data, which keeps the version: backward may have saved this buffer.
                 buffer.data.copy_(value)
             module._buffers[name] = buffer
 
@@ -450,8 +453,8 @@ def _is_expanded(buffer: Tensor) -> bool:
 
 
 class _AsThen(AbstractContextManager[None]):
-    """State as at the moment of `found`; afterwards again as it is now. Any number of times: a graph
-    that is kept may run backward more than once."""
+    """Context manager that restores the snapshot `found`, and on exit the state from before entering.
+    It can be entered repeatedly, since a retained graph may run backward more than once."""
 
     def __init__(self, name: str, found: _Kept) -> None:
         self._name = name
@@ -468,11 +471,11 @@ class _AsThen(AbstractContextManager[None]):
 
 
 class _KeepMatmuls(TorchDispatchMode):
-    """First run of a block: holds the results of its matrix products, in order.
+    """First run of a block: keeps the results of its matrix products, in order.
 
-    torch's own selective contexts fail where a module works in place on a kept result (ReLU after a
-    convolution, as in most convolutional networks). Here such a result is let go: None in `results`,
-    and computed again.
+    torch's own selective contexts fail if a module modifies a kept result in place (ReLU after a
+    convolution, as in most convolutional networks). Here such a result is released: its entry in
+    `results` is None, and it is recomputed.
     """
 
     def __init__(self) -> None:
@@ -482,7 +485,7 @@ class _KeepMatmuls(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the operation; keep or let go."""
+        """Run the operation. Keep its result, or release kept results that it overwrites."""
         result = func(*args, **(kwargs or {}))
         if func in _MATMULS:
             self.results.append(tree_map_only(Tensor, Tensor.detach, result))
@@ -495,7 +498,7 @@ class _KeepMatmuls(TorchDispatchMode):
 
 
 class _ReuseMatmuls(TorchDispatchMode):
-    """Second run of a block: matrix products give what they gave in the first."""
+    """Second run of a block: matrix products return the results of the first run."""
 
     def __init__(self, results: deque[Any]) -> None:
         super().__init__()
@@ -526,7 +529,7 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 
 
 class _Both(AbstractContextManager[None]):
-    """`first`, and `second` in it; as often as they can be entered."""
+    """Enters `first`, then `second`. It can be entered as often as they can."""
 
     def __init__(
         self, first: AbstractContextManager[Any], second: AbstractContextManager[Any]

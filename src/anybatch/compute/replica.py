@@ -1,15 +1,15 @@
 """Replica: one model and its optimizer on one device, under one choice of a plan.
 
-The arithmetic of a step, without its transaction: the engine runs it on real tensors, the estimate on
-fake ones, so what is predicted is what is run.
+This is the arithmetic of a step, without its transaction. The engine runs it on real tensors and the
+estimate on fake ones, so the estimate predicts exactly the code that is run.
 
     accumulate(batch)  once per micro-batch: forward, loss, backward; gradients are sums
     finish(weight)     gradients become the mean over the global batch; unscaled, clipped
     apply()            the update
 
-Gradients live where autograd puts them: the first micro-batch's are kept, not copied, and a parameter
-that no micro-batch used has none, so that the optimizer passes it over as in a plain loop. After
-`flatten` they live in buckets, for several ranks.
+Gradients are stored where autograd puts them: those of the first micro-batch are kept, not copied, and
+a parameter that no micro-batch used has no gradient, so the optimizer skips it as in a plain loop.
+After `flatten`, gradients are stored in buckets, for several ranks.
 """
 
 from __future__ import annotations
@@ -60,26 +60,27 @@ from anybatch.side_effects import code_of, untouched
 from anybatch.task import JointLoss, Loss, LossFunction, parameters_in
 
 _FEW = 4
-"""Samples by which it is seen whether the gradient is proportional to the loss."""
+"""Number of samples used to check whether the gradient is proportional to the loss."""
 
 _LARGER, _PROPORTIONAL = 2.0**10, 1e-4
-"""A factor that changes no digit of what is multiplied by it, and what is equal: relative."""
+"""A factor that multiplies without rounding, and the relative tolerance for proportionality."""
 
 
 class Replica:
-    """See the module. `close` leaves model and process as they were found, but for the training.
+    """Computes the steps of one model; see the module docstring. `close` restores model and process,
+    except for the effect of training.
 
-    `host` is where what is kept in host memory goes; in a trace another device stands for it.
+    `host` is the device for tensors kept in host memory; in a trace, another device stands for it.
 
     Attributes:
         model: the user's module, with its own names and parameters.
         loss_as_given: the user's loss.
         optimizer: the user's optimizer.
-        updater: runs its step.
+        updater: runs the optimizer's step.
         parameter_writes: frozen parameters that forward writes to.
-        loss_scale: the factor of fp16 loss scaling, or None where there is none.
-        phase: what is being done, for the report of a failure.
-        keeps_gradients: those of an update are there until the next step begins.
+        loss_scale: the factor of fp16 loss scaling, or None without loss scaling.
+        phase: the current phase of a step, for failure reports.
+        keeps_gradients: whether the gradients of an update are kept until the next step begins.
     """
 
     keeps_gradients: bool = False
@@ -98,20 +99,20 @@ class Replica:
     ) -> None:
         self.model: nn.Module = model
         self.phase: str = "setup"
-        self._is_mean = False  # the gradient is that of the mean already
+        self._is_mean = False  # whether the gradient is already that of the mean
         self._joint = Joint(loss) if isinstance(loss, JointLoss) else None
         self._loss: LossFunction = self._joint or loss
         self.loss_as_given: LossFunction = loss
-        self._is_loss_known = self.is_joint  # whether what it returns was looked at
-        self._is_told = self.is_joint  # that it does not add up, or need not
+        self._is_loss_known = self.is_joint  # whether its return value was inspected
+        self._is_told = self.is_joint  # whether a warning was issued, or the loss need not be additive
         self._means = CountedMeans()
         self._derives = False  # whether the loss needs gradients in evaluation
         self.parameter_writes: ParameterWrites = ParameterWrites(model)
         self._device = device
         self._host = host or torch.device("cpu")
-        # Before there are any of anybatch's own.
+        # Before anybatch registers its own hooks.
         self.gradients_are_hooked: bool = warn_of_hooks(model, loss)
-        with ExitStack() as undo:  # what was put on the model comes off if the rest fails
+        with ExitStack() as undo:  # undoes changes to the model if a later one fails
             self._numerics = Numerics(model, choice.precision, device, global_batch, loss_scaling)
             undo.callback(self._numerics.undo)
             scaler = self._numerics.scaler
@@ -135,7 +136,7 @@ class Replica:
         self.parameters: list[nn.Parameter] = list(parameters_in(self.optimizer.param_groups))
         self._frozen = [param for param in self.parameters if not param.requires_grad]
         self._buckets: Buckets | None = None
-        # A parameter that is trainable but in no group gathers a gradient too, which must not pile up.
+        # A trainable parameter in no group gets a gradient too, which must not accumulate over steps.
         self._with_gradient = list(
             dict.fromkeys([*self.parameters, *(p for p in model.parameters() if p.requires_grad)])
         )
@@ -144,13 +145,13 @@ class Replica:
 
     @property
     def is_joint(self) -> bool:
-        """Whether the loss compares all samples of the global batch, see `joint`."""
+        """Whether the loss compares all samples of the global batch; see `joint`."""
         return self._joint is not None
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """What is trained and what forward keeps, by the model's own names, in full precision: the
-        float32 masters where there are any. The tensors themselves."""
+        """Parameters and buffers by the model's own names, in full precision: the float32 masters where
+        they exist. These are the tensors themselves, not copies."""
         masters = {param: master for master, param in self._numerics.leaves().items()}
         found: dict[str, Tensor] = {
             name: masters.get(param, param) for name, param in self.model.named_parameters()
@@ -158,16 +159,17 @@ class Replica:
         return found | dict(self.model.named_buffers())
 
     def take_edits(self) -> None:
-        """Between two steps: train on from the weights as the model has them, whoever wrote them."""
+        """Continue training from the current weights of the model, including external changes. Called
+        between two steps."""
         self._numerics.take_edits()
 
     def filled(self) -> None:
-        """`weights` were written to from outside: the model computes with them from now on."""
+        """Make the model compute with `weights` after they were written to from outside."""
         self._numerics.publish()
 
     def switch_optimizer(self, training: bool) -> None:
-        """Between two steps: bring the optimizer, where it has modes (schedule-free ones), and with it
-        the weights, into training or evaluation mode."""
+        """Switch the optimizer, if it has modes (schedule-free optimizers), and with it the weights, to
+        training or evaluation mode. Called between two steps."""
         parts = with_modes(self.optimizer)
         for part in parts:
             part.train() if training else part.eval()
@@ -176,7 +178,8 @@ class Replica:
 
     @contextmanager
     def to_be_evaluated(self) -> Iterator[None]:
-        """Between two steps: the weights are those of the optimizer's evaluation mode."""
+        """Context manager in which the weights are those of the optimizer's evaluation mode. Used
+        between two steps."""
         self.switch_optimizer(training=False)
         try:
             yield
@@ -185,9 +188,8 @@ class Replica:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the optimizer has other parameters by now than those whose gradients are added up and
-        divided here: some came or went, or are no longer frozen and have no place in a bucket, or no
-        master."""
+        """Whether the optimizer's parameters are no longer those whose gradients are accumulated here:
+        some were added or removed, or were unfrozen and have no place in a bucket, or no master."""
         now = list(parameters_in(self.optimizer.param_groups))
         if list(map(id, now)) != list(map(id, self.parameters)):
             return True
@@ -195,19 +197,20 @@ class Replica:
         return is_prepared and any(param.requires_grad for param in self._frozen)
 
     def scaler_state(self) -> dict[str, float]:
-        """Of fp16 loss scaling; empty where there is none."""
+        """State of fp16 loss scaling; empty without loss scaling."""
         return self._numerics.scaler.state_dict() if self._numerics.scaler else {}
 
     def load_scaler_state(self, state: Mapping[str, float]) -> None:
-        """Go on with the loss scale that `scaler_state` told. Empty: with that of a beginning."""
+        """Continue with the loss scale from `scaler_state`. If `state` is empty, the scale is
+        unchanged: a new replica starts with the initial one."""
         if self._numerics.scaler is not None and state:
             self._numerics.scaler.load_state_dict(dict(state))
             self.loss_scale = self._numerics.scaler.get_scale()
 
     def flatten(self) -> Buckets:
-        """Keep the gradients in buckets from now on, and return these.
+        """Store the gradients in buckets from now on, and return the buckets.
 
-        Raises `InputError` if a module makes sparse gradients.
+        Raises `InputError` if a module produces sparse gradients.
         """
         check_dense(self.model)
         trained = [param for param in self.parameters if param.requires_grad]
@@ -216,32 +219,31 @@ class Replica:
         return self._buckets
 
     def guard_outside_gradients(self) -> None:
-        """From now on what the loss uses beside the model and the optimizer has the gradients that a
-        plain loop would leave. For steps that are committed or dropped."""
-        # What a divided model computes with is made anew for each pass, and has no gradient to keep.
+        """From now on, give tensors that the loss uses besides the model and the optimizer the
+        gradients that a plain loop would leave. For steps that are committed or dropped."""
+        # A sharded model computes with tensors created for each pass, which have no gradient to keep.
         if not any(isinstance(param, DTensor) for param in self.model.parameters()):
             self._outside_gradients = OutsideGradients(self._with_gradient)
 
     def synchronise(self, exchange: Exchange) -> None:
-        """Normalise over ghost batches that are divided over ranks, which meet in `exchange`."""
+        """Normalize over ghost batches that are distributed over ranks, by means of `exchange`."""
         self._ghosts.exchange = exchange
 
     def loss_untouched(self) -> AbstractContextManager[None]:
-        """Around passes that do not count: what the loss, the model's code and hooks keep is then as
-        before them. Parameters, buffers and gradients are for the caller to put back."""
+        """Context manager around passes that are not part of training. Restores what the loss, the
+        model's code and hooks keep. The caller has to restore parameters, buffers and gradients."""
         model = self.model
         own = (*model.modules(), *model.parameters(), *model.buffers(), *self.parameters)
         return untouched(self.loss_as_given, *code_of(model), aside=True, but=own)
 
     @property
     def kernels(self) -> KernelChoices:
-        """Which kernels compute the model now."""
+        """The kernel choices that are currently in effect."""
         return self._kernels
 
     def switch(self, choice: Choice, kernels: KernelChoices | None = None) -> None:
-        """Recompute what `choice` does from now on, take the loss in chunks where it does, and compile
-        blocks or not, as `kernels` say; of both everything else stays as it was. None: kernels stay as
-        they are."""
+        """From now on, recompute and compute the loss in chunks as in `choice`, and compile blocks or
+        not as in `kernels`. All other settings of both are ignored. None leaves kernels unchanged."""
         changes = {} if kernels is None else {"compile": kernels.compile}
         wanted = self._kernels.model_copy(update=changes)
         if (choice.recompute, choice.chunked_head, wanted) != self._installed:
@@ -250,13 +252,13 @@ class Replica:
             self._install(choice)
 
     def expect(self, global_batch: int) -> None:
-        """Between two steps: they are of so many samples from now on, about. What is computed stays the
-        same, but for what the range of a half-precision format would cut off."""
+        """Expect steps of about `global_batch` samples from now on. Results are unchanged, except for
+        values outside the range of a half-precision format. Called between two steps."""
         self._numerics.expect(global_batch)
 
     def _install(self, choice: Choice) -> None:
-        """Recompute by `choice`, around blocks that are compiled where the plan says so, and leave out
-        the logits of a head whose loss is to be taken in chunks."""
+        """Install recompute as in `choice` around blocks that are compiled if the plan says so, and
+        omit the logits of a head whose loss is computed in chunks."""
         self._recompute, self._chunked = choice.recompute, None
         self._installed = choice.recompute, choice.chunked_head, self._kernels
         with ExitStack() as undo:
@@ -270,7 +272,8 @@ class Replica:
 
     @torch.no_grad()
     def encode(self, batch: Any, num_samples: int, ghosts: Sequence[int] = ()) -> Any:
-        """What a joint loss sees of one micro-batch. The arguments are those of `accumulate`.
+        """Compute the encodings of one micro-batch for a joint loss. The arguments are those of
+        `accumulate`.
 
         Raises `LossError` and `DataError`, as `accumulate` does.
         """
@@ -280,7 +283,7 @@ class Replica:
             return self._joint.encode(self.model, batch, num_samples)
 
     def compare(self, encoded: Any, num_samples: int) -> Comparison:
-        """A joint loss over all samples, which are `encoded`. Raises `LossError`."""
+        """Compute a joint loss over all samples from their encodings, `encoded`. Raises `LossError`."""
         assert self._joint is not None
         self.phase = "comparison"
         with naming_lost_graphs(), naming_divided(), self._numerics.region():
@@ -290,20 +293,20 @@ class Replica:
 
     @torch.no_grad()
     def compare_held_out(self, encoded: Any, num_samples: int) -> Loss:
-        """A joint loss over so many held-out samples. The model is in evaluation mode already. Raises
-        `LossError`."""
+        """Compute a joint loss over `num_samples` held-out samples from their encodings. The model must
+        already be in evaluation mode. Raises `LossError`."""
         assert self._joint is not None
         self.phase = "evaluation"
         with self._numerics.region():
             return self._joint.evaluate(self.model, encoded, num_samples)
 
     def _scaled(self, factor: Tensor) -> Tensor:
-        """`factor`, times the loss scale where there is one."""
+        """`factor` multiplied by the loss scale, if there is one."""
         scaler = self._numerics.scaler
         return factor if scaler is None else scaler.scale(factor)
 
     def _gradient_scale(self, like: Tensor) -> Tensor:
-        """What gradients of sums of losses are multiplied by; backward begins with it."""
+        """The factor by which gradients of summed losses are multiplied; backward starts with it."""
         return self._scaled(torch.full_like(like, self._numerics.gradient_factor))
 
     def accumulate(
@@ -317,24 +320,25 @@ class Replica:
         """Add the gradient of one micro-batch to the sums, and return its loss, detached.
 
         Args:
-            batch: as `collate` made it, on the device; None for a pass that others make alone.
-            num_samples: samples in it; 0: compute with it, and add nothing.
+            batch: as returned by `collate`, on the device; None for a pass in which only other ranks
+                have samples.
+            num_samples: number of samples in the batch. If 0, the pass is run but adds nothing.
             ghosts: samples per ghost batch, in order.
-            ask: of a joint loss, tells from the encodings of the batch what is its share. None: the
-                batch is all there is.
-            whole: the micro-batch is all of the step: then backward begins with the mean, so that the
-                gradient has the bits of a plain loop.
+            ask: for a joint loss, maps the encodings of the batch to its share of the comparison. None
+                if there are no other samples.
+            whole: whether the micro-batch is the whole step. Backward then starts from the mean, so the
+                gradient is identical to the bit to that of a plain loop.
 
         Raises:
-            LossError: if the loss function returned something that is not a loss, or whose graph is
-                gone already.
-            DataError: if an embedding has no row for an id (on the CPU, where that is seen).
+            LossError: the loss function returned something that is not a loss, or a loss whose graph is
+                already freed.
+            DataError: an embedding has no row for an id (only detected on CPU).
         """
         if batch is None:  # only other ranks have samples in this pass
             with self._ghosts.cut(()):
                 return Loss(torch.zeros(()), 0)
         self.phase = "forward"
-        # What is recomputed in backward has to find the head as forward found it.
+        # Recompute in backward needs the head in the same state as in forward.
         with (
             naming_lost_graphs(),
             recompute.naming_blocks(),
@@ -357,7 +361,7 @@ class Replica:
                 if num_samples and is_real and isinstance(returned, Tensor) and loss.weight:
                     self._means.note(returned, float(loss.weight))
                 mean = returned if whole and isinstance(returned, Tensor) else None
-                del returned  # or backward would hold what the loss has beside its sum
+                del returned  # otherwise backward would hold everything else that the loss returned
             self.phase = "backward"
             self._is_mean = whole and self._numerics.scaler is None
             if not self._is_mean:
@@ -373,7 +377,7 @@ class Replica:
             del mean
             if self._outside_gradients is not None:
                 self._outside_gradients.note(total)
-            # A pass that is only run because other ranks run one adds nothing.
+            # A pass that runs only because other ranks run one adds nothing.
             total.backward(seed if num_samples else torch.zeros_like(seed))
         outputs = None if loss.outputs is None else map_leaves(loss.outputs, _detached)
         return Loss(loss.sum.detach(), loss.weight, loss.metrics, outputs)
@@ -383,13 +387,13 @@ class Replica:
         return nullcontext() if compiled else self.parameter_writes.watched()
 
     def region(self) -> AbstractContextManager[Any]:
-        """Where forward passes run, in the precision of the plan."""
+        """Context manager in which forward passes run, in the precision of the plan."""
         return self._numerics.region()
 
     @torch.no_grad()
     def evaluate(self, loss: LossFunction, batch: Any, num_samples: int) -> Loss:
-        """The loss of one batch without gradient, unless it is made of a gradient itself (forces that
-        are derived from an energy). The model is in evaluation mode already."""
+        """Compute the loss of one batch, without gradients unless the loss itself is computed from a
+        gradient (forces derived from an energy). The model must already be in evaluation mode."""
         self.phase = "evaluation"
         with (
             naming_ids(self.model),
@@ -414,8 +418,8 @@ class Replica:
     ) -> bool:
         """Check that the loss is additive over samples; see `check_adds_up`. Returns whether the check
         was possible, or is not needed: joint losses need not be additive, and anybatch's own are. The
-        caller restores buffers and random generators. With gradients no more than `fits` samples pass
-        at once (of a loss that is not additive, two).
+        caller has to restore buffers and random generators. With gradients, at most `fits` samples are
+        passed at once (at least two if the loss is not additive).
 
         Warns, or raises `LossError`, as `check_adds_up` does.
         """
@@ -461,13 +465,13 @@ class Replica:
             return told is not None
 
     def _check_proportional(self, take: Callable[[], Any]) -> None:
-        """Warn if a larger loss of a few samples has not a gradient that is larger in proportion."""
+        """Warn if scaling the loss of a few samples does not scale its gradient in proportion."""
         if self._numerics.scaler is not None or (dist.is_available() and dist.is_initialized()):
-            return  # float16 has no range for it; an autograd function may meet other ranks
+            return  # float16 lacks the range; an autograd function may communicate with other ranks
         params = [param for param in self.model.parameters() if param.requires_grad]
         if any(param._backward_hooks for param in params):
-            return  # which is said by itself
-        with suppress(Exception), torch.enable_grad():  # the step itself meets what is wrong
+            return  # hooks have a separate warning
+        with suppress(Exception), torch.enable_grad():  # the step itself reports errors
             few = take()
             found: list[Tensor] = []
             totals: list[Tensor] = []
@@ -480,15 +484,15 @@ class Replica:
                 prints = [_fingerprint(one) for one in gradients if one is not None]
                 found.append(torch.tensor(prints, dtype=torch.float64) / factor)
             if not torch.isclose(*totals, rtol=_PROPORTIONAL):
-                return  # the model keeps something between passes (a power iteration)
+                return  # the model keeps state between passes (a power iteration)
             norms = found[0][:, :1]
             rounding = _PROPORTIONAL * norms + _PROPORTIONAL**1.5 * norms.max()
             if ((found[1] - found[0]).abs() > rounding).any():
                 warn_of_no_proportion(self.loss_as_given, total)
 
     def gradient_is_finite(self, loss: LossFunction, batch: Any) -> bool:
-        """Whether that of one batch by itself is. The model is in evaluation mode already; the sums of
-        gradients are not touched, nor does any rank hear of it."""
+        """Whether the gradient of a single batch is finite. The model must already be in evaluation
+        mode. Accumulated gradients are unchanged, and there is no communication with other ranks."""
         self.phase = "evaluation"
         parameters = [param for param in self.model.parameters() if param.requires_grad]
         region = self._numerics.region()
@@ -499,9 +503,9 @@ class Replica:
         return all(bool(value.isfinite().all()) for value in values)
 
     def sum_norm(self) -> Tensor | None:
-        """2-norm of the sums of gradients so far, of this rank alone, as they would be without any
-        scale (scalar tensor on the device); None: there are none. Changes nothing, and waits for the
-        device only where gradients are sparse."""
+        """2-norm of the summed gradients of this rank so far, without any scale (scalar tensor on the
+        device), or None if there are no gradients. Changes nothing, and synchronizes with the device
+        only if gradients are sparse."""
         own = self._buckets.own_norms if self._buckets is not None else []
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         if not gradients:
@@ -510,10 +514,10 @@ class Replica:
         return norm / self._gradient_scale(norm)
 
     def finish(self, total_weight: float, clip_norm: float | None) -> Tensor:
-        """Turn summed gradients into those of the mean over the global batch, in place.
+        """Turn summed gradients into those of the mean over the global batch, in place, and clip them.
 
-        Returns their 2-norm before clipping (scalar tensor on the device). It is not finite if any of
-        them is not.
+        Returns their 2-norm before clipping (scalar tensor on the device), which is not finite if any
+        gradient is not finite.
         """
         self.phase = "update"
         if not self._is_told and (fault := self._means.fault()):
@@ -529,30 +533,31 @@ class Replica:
             whole = torch.full((), divisor, dtype=torch.float64, device=gradients[0].device)
             self._outside_gradients.divide(self._scaled(whole))
         if divisor != 1.0 and any(gradient.dtype == torch.float16 for gradient in gradients):
-            torch._foreach_div_(gradients, divisor)  # else the norm might leave the range
+            torch._foreach_div_(gradients, divisor)  # otherwise the norm might overflow
             divisor = 1.0
         norm = self._norm(gradients) / divisor
         if clip_norm is None:
             if divisor != 1.0:
                 torch._foreach_div_(gradients, divisor)
-        else:  # in the same pass, and without waiting for the norm
+        else:  # clips in the same pass, without synchronizing to read the norm
             wide = norm.double() if norm.dtype == torch.float64 else norm.float()
             torch._foreach_mul_(gradients, (clip_norm / (wide + 1e-6)).clamp(max=1.0) / divisor)
         return norm
 
     def apply(self) -> bool:
-        """Update the parameters and drop the gradients, or keep them until the next `drop`.
+        """Update the parameters and drop the gradients, or keep them until the next `drop` if
+        `keeps_gradients`.
 
-        Returns False, with every parameter as it was and the loss scale lowered, if gradients left
-        the range of float16.
+        Returns False, with unchanged parameters and a lower loss scale, if gradients exceeded the range
+        of float16.
         """
         scaler = self._numerics.scaler
-        if scaler is None or not self._has_gradients:  # a scaler takes that for a mistake
+        if scaler is None or not self._has_gradients:  # a scaler raises an error without gradients
             self.updater.step()
         else:
             scaler.step(self.updater)  # pyright: ignore[reportArgumentType]
             scaler.update()
-            # Read here alone, since that waits for the device.
+            # Read only here, since reading synchronizes with the device.
             before, self.loss_scale = self.loss_scale, scaler.get_scale()
             if before is not None and self.loss_scale < before:
                 self.drop()
@@ -566,17 +571,17 @@ class Replica:
 
     @property
     def _has_gradients(self) -> bool:
-        """Whether any parameter has one. None has where a rank takes a step without samples."""
+        """Whether any parameter has a gradient. None has one if a rank runs a step without samples."""
         return any(param.grad is not None for param in self.parameters)
 
     def part_bytes(self) -> list[int]:
-        """Bytes of each parameter, or of the part of it that is here."""
+        """Bytes of each parameter, or of this rank's shard of it."""
         parts = (p.to_local() if isinstance(p, DTensor) else p for p in self.parameters)
         return [part.nbytes for part in parts]
 
     def update_bytes(self) -> int:
-        """About what the update allocates, where nobody has traced it: states that are not there yet,
-        and working copies."""
+        """Estimate of the bytes that an update allocates if it was not traced: missing states and
+        working copies."""
         sizes = self.part_bytes()
         new = sum(s for p, s in zip(self.parameters, sizes, strict=True) if not self._has_state(p))
         at_once = self.optimizer.defaults.get("foreach")
@@ -584,11 +589,11 @@ class Replica:
         return self._num_states() * new + 2 * worked_on
 
     def state_bytes(self) -> int:
-        """What the optimizer's states take once they are there, where nobody has traced it: about."""
+        """Estimate of the bytes of all optimizer states if the update was not traced."""
         return self._num_states() * sum(param.nbytes for param in self.parameters)
 
     def _num_states(self) -> int:
-        """Tensors that the optimizer keeps for a parameter, as far as its class tells."""
+        """Number of tensors that the optimizer keeps for each parameter, guessed from its class."""
         if isinstance(self.optimizer, torch.optim.SGD):
             return int(any(group["momentum"] for group in self.optimizer.param_groups))
         return 1 if isinstance(self.optimizer, torch.optim.RMSprop | torch.optim.Adagrad) else 2
@@ -597,10 +602,10 @@ class Replica:
         return bool(self.optimizer.state.get(param))
 
     def rehearse(self) -> None:
-        """Make what the first update would make, while that may fail: compiled kernels, room in host
-        memory.
+        """Compile kernels and allocate host memory for the first update, while a failure is harmless.
 
-        Raises `InputError` if kernels cannot be compiled here, and what the allocator raises.
+        Raises `InputError` if kernels cannot be compiled on this machine. Allocation errors are
+        propagated.
         """
         rehearse(self.optimizer)
         self.updater.reserve()
@@ -609,11 +614,11 @@ class Replica:
         return self._means.empty()
 
     def begin_step(self) -> None:
-        """The next pass is the first of a step, as far as warnings of further ones go."""
+        """Mark the next pass as the first of a step, for warnings that compare the passes of a step."""
         self._means.begin()
 
     def drop(self) -> None:
-        """Forget the gradients."""
+        """Discard the gradients."""
         self.begin_step()
         for param in self._with_gradient:
             param.grad = None
@@ -623,13 +628,13 @@ class Replica:
             self._buckets.drop()
 
     def close(self) -> None:
-        """Take off the model whatever was put on it."""
+        """Undo all changes to the model."""
         self._undo.close()
         self._buckets = None
         self.drop()
 
     def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """2-norm of all together, from what the buckets know of it where they do."""
+        """2-norm of all gradients together, from the norms that the buckets have computed, if any."""
         buckets = self._buckets
         known = buckets is not None and len(buckets.norms) == len(buckets.flats)
         if buckets is not None and known and self._numerics.scaler is None:
@@ -638,13 +643,13 @@ class Replica:
         first = next(param.grad for param in self.parameters if param.grad is not None)
         if not isinstance(first, DTensor):
             return norm
-        squares = norm.square()  # of this rank's parts: one sum over the ranks, not one for each
+        squares = norm.square()  # of this rank's shards: one all-reduce, not one per parameter
         dist.all_reduce(squares, group=first.device_mesh.get_group())
         return squares.sqrt()
 
 
 def _own(gradient: Tensor) -> Tensor:
-    """This rank's part of it, where it is divided over ranks."""
+    """This rank's shard of `gradient` if it is sharded, else `gradient` itself."""
     if not isinstance(gradient, DTensor):
         return gradient
     with torch.no_grad():
@@ -652,7 +657,7 @@ def _own(gradient: Tensor) -> Tensor:
 
 
 def _values(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """What norms are of: a sparse gradient counts with the rows that came up several times added up."""
+    """The values that norms are computed from. In sparse gradients, repeated rows are summed first."""
     return [g.coalesce()._values() if g.is_sparse else g for g in gradients]
 
 
@@ -661,8 +666,8 @@ def _detached(leaf: Any) -> Any:
 
 
 def _without_cache(model: nn.Module) -> Callable[[], None]:
-    """Let models of transformers keep no keys and values for the next token: in training nobody reads
-    them, and a block that is recomputed would add to them again. Returns what undoes it."""
+    """Disable the key-value cache of transformers models: it is not used in training, and a recomputed
+    block would append to it again. Returns a function that undoes this."""
     configs: dict[int, Any] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -679,7 +684,7 @@ def _without_cache(model: nn.Module) -> Callable[[], None]:
 
 
 def _fingerprint(gradient: Tensor) -> tuple[float, float]:
-    """Its 2-norm and its sum, both of which are proportional to it."""
+    """The 2-norm and the sum of `gradient`, both of which are proportional to it."""
     (values,) = _values([gradient])
     values = torch.view_as_real(values) if values.is_complex() else values
     wide = values.double()

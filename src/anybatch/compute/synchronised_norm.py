@@ -1,16 +1,17 @@
-"""BatchNorm over a ghost batch that several ranks hold together.
+"""BatchNorm over a ghost batch that is distributed over several ranks.
 
-The statistics are those of all its rows, so the result is that of one rank with the whole ghost batch
+The statistics are computed over all rows, so the result is that of one rank with the whole ghost batch
 (Ioffe & Szegedy 2015, "Batch Normalization", algorithm 1). torch's own `SyncBatchNorm` runs on CUDA
-only, and a rank that fails or has no rows leaves its peers waiting inside it. Here the arithmetic is
-apart from the way between ranks, which is an `Exchange`.
+only, and blocks the other ranks if one fails or has no rows. Here the arithmetic is separate from the
+communication between ranks, which is an `Exchange`.
 
     forward    count, mean, M2 of this rank's rows  -> every rank's, merged (Chan et al. 1983)
     backward   sums of dy and of dy * xhat          -> every rank's, added
 
-Sums cross in float64 and are merged in rank order, so every rank computes the same to the bit.
+Sums are exchanged in float64 and merged in rank order, so the result is identical to the bit on all
+ranks.
 
-Shapes: input [N, C, ...] with N the rows of this rank; statistics [C]; R ranks.
+Shapes: input [N, C, ...], where N is the number of rows of this rank; statistics [C]; R ranks.
 """
 
 from __future__ import annotations
@@ -29,38 +30,38 @@ from anybatch.errors import InputError
 
 
 class Exchange(Protocol):
-    """The way between the ranks, for the norms of one model."""
+    """Communication between ranks for the norms of one model."""
 
     def begin_pass(self) -> None:
-        """The next forward pass begins. Every rank counts the same passes, also those in which it
-        has no rows."""
+        """Called at the start of each forward pass. Every rank counts the same passes, including those
+        in which it has no rows."""
         ...
 
     def meet(self, place: int, count: int, mine: Tensor) -> tuple[Sequence[int], Tensor]:
-        """Give `mine`, and get everyone's.
+        """Send `mine` to all ranks and receive theirs.
 
         Args:
-            place: number of the norm and direction, the same on all ranks.
-            count: values per channel that `mine` is made of.
+            place: index of the norm and direction, the same on all ranks.
+            count: number of values per channel that `mine` was computed from.
             mine: float64, 1-D, of equal length on all ranks.
 
         Returns:
-            The counts of all ranks, and their tensors, shape [R, len(mine)], by rank; zeros for a
-            rank that has no rows in this pass.
+            The counts of all ranks, and their tensors, shape [R, len(mine)], ordered by rank; zeros for
+            a rank that has no rows in this pass.
         """
         ...
 
 
 class OverRanks(TorchFunctionMode):
-    """Inside, `batch_norm` in training normalises over all ranks.
+    """Function mode in which `batch_norm` in training mode normalizes over all ranks.
 
-    The norm's own `forward` runs, whatever it does around `batch_norm`: counting batches, choosing
-    the momentum, an activation after it.
+    The norm's own `forward` runs, including everything that it does around `batch_norm`: counting
+    batches, choosing the momentum, applying an activation.
 
     Args:
-        name: of the norm, for errors.
-        place: its number in the model.
-        exchange: the way to the other ranks.
+        name: name of the norm, for error messages.
+        place: index of the norm in the model.
+        exchange: communication with the other ranks.
     """
 
     def __init__(self, name: str, place: int, exchange: Exchange) -> None:
@@ -71,10 +72,10 @@ class OverRanks(TorchFunctionMode):
         self._met = False
 
     def run(self, forward: Callable[[Tensor], Tensor], piece: Tensor) -> Tensor:
-        """`forward` of `piece`, this rank's rows of the ghost batch.
+        """Run `forward` on `piece`, this rank's rows of the ghost batch.
 
-        Raises `InputError` if it does not call `batch_norm`, or the ghost batch has a single value per
-        channel.
+        Raises `InputError` if `forward` does not call `batch_norm`, or if the ghost batch has a single
+        value per channel.
         """
         self._met = False
         with self:
@@ -90,7 +91,7 @@ class OverRanks(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Run `func`, or what stands for it here."""
+        """Run `func`, or the normalization over all ranks in place of `batch_norm`."""
         given = kwargs or {}
         if func is not F.batch_norm:
             return func(*args, **given)
@@ -112,8 +113,8 @@ class OverRanks(TorchFunctionMode):
         eps: float,
         training: bool,
     ) -> Tensor:
-        del training  # it is
-        # Half inputs are normalised with float32 statistics and parameters, as torch's kernels do.
+        del training  # always True
+        # Half inputs are normalized with float32 statistics and parameters, as in torch's kernels.
         kind = torch.float64 if input.dtype == torch.float64 else torch.float32
         count = input.numel() // input.size(1)
         with torch.no_grad():
@@ -140,7 +141,7 @@ class OverRanks(TorchFunctionMode):
 
 
 class SingleValue(InputError):
-    """A ghost batch with one value per channel. `norm`: name of the layer that was given it."""
+    """Raised for a ghost batch with a single value per channel. `norm` is the name of the layer."""
 
     def __init__(self, norm: str) -> None:
         super().__init__(
@@ -152,8 +153,8 @@ class SingleValue(InputError):
 
 
 class _Normalise(torch.autograd.Function):
-    """(input - mean) / sqrt(variance + eps) * weight + bias, with the gradient through mean and
-    variance, which are those of `total` values on all ranks."""
+    """Computes (input - mean) / sqrt(variance + eps) * weight + bias, with the gradient through mean
+    and variance, which are statistics of `total` values on all ranks."""
 
     @staticmethod
     def forward(
@@ -178,13 +179,13 @@ class _Normalise(torch.autograd.Function):
         ctx: Any, dy: Tensor
     ) -> tuple[Tensor | None, ...]:
         input, weight, mean, variance = ctx.saved_tensors
-        # With fixed statistics torch's kernel gives the two sums over this rank's rows, which are also
-        # its part of the gradients of weight and bias.
+        # With fixed statistics, torch's kernel returns the two sums over this rank's rows, which are
+        # also this rank's share of the gradients of weight and bias.
         one = torch.ones_like(mean) if weight is None else weight
         count = input.numel() // input.size(1)
         dy_xhat = dy_sum = torch.zeros_like(mean)
         if count:  # the kernel crashes on an empty input
-            unused = mean.new_empty(0)  # of this pass, where CUDA's kernel takes no None
+            unused = mean.new_empty(0)  # batch statistics: the CUDA kernel does not accept None
             _, dy_xhat, dy_sum = torch.ops.aten.native_batch_norm_backward(
                 dy, input, one, mean, variance, unused, unused, False, ctx.eps, [False, True, True]
             )
@@ -196,8 +197,8 @@ class _Normalise(torch.autograd.Function):
             for one_rank in theirs[1:]:
                 means += one_rank
             dy_mean, dy_xhat_mean = (means / ctx.total).to(mean.dtype).chunk(2)
-            # dx = (dy - mean(dy) - xhat * mean(dy * xhat)) * scale, in two kernels and no more memory
-            # than dx itself: the part that is affine in xhat is a batch_norm too.
+            # dx = (dy - mean(dy) - xhat * mean(dy * xhat)) * scale, in two kernels and with no memory
+            # besides dx itself: the part that is affine in xhat is a batch_norm too.
             scale = one * torch.rsqrt(variance + ctx.eps)
             dx = F.batch_norm(
                 input, mean, variance, -scale * dy_xhat_mean, -scale * dy_mean, eps=ctx.eps
@@ -218,16 +219,16 @@ def _moments(input: Tensor, count: int, kind: torch.dtype) -> Tensor:
     """Mean and M2 (sum of squared deviations) of each channel, float64, shape [2 * C]."""
     if count == 0:
         return torch.zeros(2 * input.size(1), dtype=torch.float64, device=input.device)
-    # In `kind`: on CPU the kernel gives the statistics of a half input in half precision.
+    # Cast to `kind`: on CPU, the kernel returns half-precision statistics for half-precision input.
     mean, variance = torch.ops.aten.batch_norm_update_stats(input.to(kind), None, None, 0.0)
     return torch.cat([mean.double(), variance.double() * count])
 
 
 def _merged(counts: Sequence[int], moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and M2 of all ranks together, from those of each, shape [R, 2 * C].
+    """Mean and M2 over all ranks, from the moments of each rank, shape [R, 2 * C].
 
-    Deviations from the common mean are added, never squares of the values themselves: those would
-    cancel where the mean is large (Chan, Golub & LeVeque 1983).
+    Squared deviations from the mean are summed, never squares of the values: these would cancel if the
+    mean is large (Chan, Golub & LeVeque 1983).
     """
     total = sum(counts)
     means, squares = moments.chunk(2, dim=1)
@@ -241,6 +242,6 @@ def _merged(counts: Sequence[int], moments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _advance(running: Tensor | None, value: Tensor, momentum: float) -> None:
-    """One step of a running statistic. Rounded once, to the buffer's own dtype."""
+    """Update a running statistic in place, with a single rounding to the dtype of the buffer."""
     if running is not None:
         running.copy_(running.double() * (1 - momentum) + value * momentum)

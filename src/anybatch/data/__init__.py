@@ -1,6 +1,6 @@
-"""Which sample, when, where: order, steps, shares, micro-batches; independent of the plan.
+"""Data order, steps, rank shares and micro-batches, independent of the plan.
 
-May import errors, units and task, and torch; knows no model, no plan and no rank but as a number.
+This package depends on no model and no plan, and knows ranks only as numbers.
 """
 
 from anybatch.data.batch_copies import BatchCopies as BatchCopies

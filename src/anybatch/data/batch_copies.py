@@ -1,8 +1,8 @@
-"""Batch copies: batches as they were before passes that write to them (`x.div_(255)` in a loss).
+"""Copies of batches, taken before passes that may modify them in place (`x.div_(255)` in a loss).
 
-A plain loop applies such work once. A step that is done again, and the second pass of a joint loss,
-need the batch as it was. Whether passes write to it shows in the first one, of whose batch a copy is
-made in any case; after that copies are made only where they do.
+A plain training loop applies such an operation once. A step that is redone, and the second pass of a
+joint loss, need the original batch. Whether passes modify their batches is determined in the first
+pass, for which a copy is always made; later copies are made only if they do.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from anybatch.data.microbatch import map_leaves, parts_of
 
 @final
 class BatchCopies:
-    """Copies of the batches of one step.
+    """Copies of the batches of the current step.
 
     Attributes:
-        writes: whether passes write to their batches; None: not known yet.
+        writes: whether passes modify their batches in place; None if not known yet.
     """
 
     def __init__(self) -> None:
@@ -30,20 +30,20 @@ class BatchCopies:
         self._last = 0
 
     def keep(self, batch: Any) -> None:
-        """Before a pass over `batch`: copy it, unless passes are known not to write."""
+        """Copies `batch` before a pass, unless passes are known not to modify their batches."""
         self._last = len(self._kept)
         if self.writes is not False:
             self._kept += [(leaf, _copied(leaf), _version(leaf)) for leaf in _leaves(batch)]
 
     def passed(self) -> None:
-        """After that pass: let the copy go if it was not written to."""
+        """Called after the pass: discards the copy unless passes modify their batches."""
         if self.writes is None:
             self.writes = any(map(_is_written, self._kept[self._last :]))
         if not self.writes:
             del self._kept[self._last :]
 
     def put_back(self) -> None:
-        """Make the batches of this step as they were."""
+        """Restores the batches of this step to their original values."""
         for leaf, copy, _ in self._kept:
             if isinstance(leaf, Tensor):
                 leaf.data.copy_(copy)  # through .data: a graph may have saved this version
@@ -51,12 +51,12 @@ class BatchCopies:
                 np.copyto(leaf, copy)
 
     def forget(self) -> None:
-        """The step is over."""
+        """Discards the copies at the end of the step."""
         self._kept.clear()
 
 
 def _leaves(batch: Any) -> list[Any]:
-    """The tensors and arrays in `batch` that can be copied into."""
+    """Returns the tensors and arrays in `batch` that a copy can be written back to."""
     parts = parts_of(batch)
     if parts is not None:
         return [leaf for _, value in parts for leaf in _leaves(value)]
@@ -71,13 +71,14 @@ def _copied(leaf: Any) -> Any:
 
 
 def copied(batch: Any) -> Any:
-    """`batch` with tensors and arrays of its own."""
+    """Returns `batch` with its tensors and arrays copied."""
     return map_leaves(batch, lambda leaf: _copied(leaf) if _leaves(leaf) else leaf)
 
 
 def apart(batch: Any, sample: Any) -> Any:
-    """`batch`, which was collated from one `sample`, with copies of what they share: else a pass that
-    writes to its batch would write to the data set, which is not so where samples are stacked."""
+    """Returns `batch`, which was collated from one `sample`, with copies of the tensors and arrays that
+    share memory with the sample. Otherwise a pass that modifies its batch in place would modify the
+    data set, which does not happen when samples are stacked."""
     theirs = {_storage(leaf) for leaf in _leaves(sample)}
     return map_leaves(
         batch,

@@ -1,14 +1,15 @@
-"""Boundaries: where global steps begin that are no fixed number of samples.
+"""Boundaries of global steps that do not have a fixed number of samples.
 
-The samples of all epochs, end to end in the global order, form one line, and a step is a stretch of it.
-A step has a target that follows from what comes before it, and ends with the sample that reaches it:
+The samples of all epochs, concatenated in the global order, form one sequence, and a step is a
+contiguous range of it. The target of a step depends only on what comes before it, and the step ends
+with the sample that reaches the target:
 
     lengths         3 5 | 2 2 4 | 6 || 2 5 | 1 3 4 | 6 ||      a target of 7 tokens, epochs of 6
     steps            0  |   1   | 2 ||  3  |   4   | 5 ||      keep
                      0  |   1   | 2 ..  2  |...                wrap: 6 and 2
 
-It depends on the task alone: no rank, plan or restart changes it. Steps of a fixed number of samples
-have a formula instead, in `Steps`.
+Boundaries depend only on the task, not on ranks, plans or restarts. For steps with a fixed number of
+samples `Steps` uses a formula instead.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ from typing import final
 import numpy as np
 
 Reached = Callable[[int], np.ndarray]
-"""From an epoch to the total length of its first n samples, for each n: int64, shape `[length + 1]`."""
+"""A function from an epoch to cumulative lengths: entry n is the total length of the first n samples.
+int64, shape `[length + 1]`."""
 
 
 @final
 class Boundaries:
-    """The first sample of each step, found as far as it is asked for.
+    """The first sample of each step, computed lazily.
 
     Args:
-        target: from a step's index and first sample to the target: samples, or their total length.
-        length: samples of an epoch; None: it is not known, and no step ends with an epoch.
-        wraps: whether steps go across the ends of epochs.
-        reached: of the samples of an epoch, where targets are a total length.
+        target: function from a step's index and first sample to its target, in samples or total length.
+        length: number of samples in an epoch; None if it is not known, in which case no step ends with
+            an epoch.
+        wraps: whether steps cross epoch boundaries.
+        reached: cumulative lengths of the samples of an epoch, if targets are total lengths.
     """
 
     def __init__(
@@ -48,24 +51,25 @@ class Boundaries:
         self._starts = [0]
 
     def start(self, index: int) -> int:
-        """The first sample of the step `index`, in the line of samples."""
+        """Returns the first sample of step `index`, counted over the concatenated epochs."""
         while len(self._starts) <= index:
             self._add()
         return self._starts[index]
 
     def count(self, stop: int) -> int:
-        """How many steps begin before the sample `stop`."""
+        """Returns the number of steps that begin before the sample `stop`."""
         while self._starts[-1] < stop:
             self._add()
         return bisect_left(self._starts, stop)
 
     def steps(self, first: int, stop: int) -> np.ndarray:
-        """The index of the step of each of the samples `first` to `stop`."""
+        """Returns the step index of each of the samples `first` to `stop` (exclusive)."""
         starts = self._starts[: self.count(stop)]
         return np.searchsorted(starts, np.arange(first, stop), side="right") - 1
 
     def sizes(self, stop: int) -> np.ndarray:
-        """Samples of the steps that begin before the sample `stop`, the last one up to there."""
+        """Returns the number of samples in each step that begins before the sample `stop`; the last
+        step is cut off there."""
         return np.diff([*self._starts[: self.count(stop)], stop])
 
     def _add(self) -> None:
@@ -81,7 +85,8 @@ class Boundaries:
         self._starts.append(stop)
 
     def _reaching(self, first: int, target: int, length: int, reached: Reached) -> int:
-        """The sample after the one with which the total length from `first` on is the `target`."""
+        """Returns the sample after the one at which the total length since `first` reaches `target`, or
+        the end of the epoch if steps do not cross it."""
         epoch, position = divmod(first, length)
         total = reached(epoch)
         wanted = target + int(total[position])
@@ -93,11 +98,11 @@ class Boundaries:
 
 
 def most_samples(lengths: np.ndarray, target: int, wraps: bool) -> int:
-    """The most samples that a step of a total length of `target` can have, in whatever order they come:
-    the shortest ones. `wraps`: as in `Boundaries`."""
+    """Returns the largest number of samples that a step with a total length of `target` can have under
+    any order, which is reached with the shortest samples. `wraps`: as in `Boundaries`."""
     shortest = np.sort(lengths)
     reached = np.cumsum(shortest)
-    # Of the epochs that a step meets, all but the first and the last are whole.
+    # All epochs that a step overlaps, except the first and the last, are complete.
     times = target // int(reached[-1]) + 2 if wraps else 1
     at = int(np.searchsorted(times * reached, target))
     if at == len(lengths):

@@ -1,4 +1,5 @@
-"""A list of samples to a batch, by the user's function or torch's; a failure names the samples."""
+"""Collates a list of samples into a batch with the user's function or torch's. Errors name the
+samples."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from anybatch.oom import is_memory_error
 Collate = Callable[[list[Any]], Any]
 Name = tuple[int, int]  # epoch, index of the sample
 
-_COLLATION = 1  # sets the seeds of collation apart from those of samples
+_COLLATION = 1  # separates the seeds of collation from those of samples
 
 
 def batch_of(collate: Collate, samples: list[Any]) -> Any:
-    """What `collate` makes of `samples`, in memory of its own."""
+    """Collates `samples` into a batch. A batch of one sample does not share memory with that sample."""
     batch = collate(samples)
     return apart(batch, samples[0]) if len(samples) == 1 else batch
 
@@ -28,11 +29,11 @@ def batch_of(collate: Collate, samples: list[Any]) -> Any:
 def collated(
     collate: Collate, samples: list[Any], names: Sequence[Name], seed: int, dataset: Any
 ) -> Any:
-    """The batch of `samples`, called `names`. Seeds the default generators, which the caller has
-    borrowed, by the first of them: a restart draws the same.
+    """Collates `samples`, identified by `names`, into a batch. Seeds the default generators, which the
+    caller has borrowed, from the first name, so that a restart draws the same numbers.
 
-    Raises `BadSamples` if some cannot be collated even alone, else `DataError` naming the samples and
-    how they differ; errors about memory pass unchanged.
+    Raises `BadSamples` if some samples cannot be collated even alone, otherwise `DataError` with the
+    samples and how they differ. Memory errors are re-raised unchanged.
     """
     seed_by(mix(seed, *names[0], _COLLATION))
     try:
@@ -74,7 +75,7 @@ def collated(
 
 
 def _bad_alone(collate: Collate, samples: list[Any], names: Sequence[Name], seed: int) -> list[Bad]:
-    """The samples that cannot be collated by themselves."""
+    """Returns the samples that cannot be collated even alone."""
     bad = []
     for position, (sample, name) in enumerate(zip(samples, names, strict=True)):
         seed_by(mix(seed, *name, _COLLATION))

@@ -1,11 +1,11 @@
-"""How a global batch is cut: shares of ranks, ghost batches of BatchNorm, micro-batches.
+"""Cuts a global batch into rank shares, ghost batches for BatchNorm, and micro-batches.
 
-Pure functions of integers; positions count from the start of the global batch. Cuts nest: a share
-never cuts a ghost batch, nor does a micro-batch, so BatchNorm sees the same samples together
-whatever the number of ranks and the micro-batch.
+All functions are pure functions of integers; positions are relative to the start of the global batch.
+Cuts are nested: neither a share nor a micro-batch splits a ghost batch (except in `divided_ghosts`), so
+BatchNorm sees the same samples together regardless of the number of ranks and the micro-batch size.
 
     global batch   0 1 2 3 4 5 6 7 8 9 10 11 12     13 samples
-    ghosts of 4    |-------|-------|------------|   a rest of one joins its neighbour
+    ghosts of 4    |-------|-------|------------|   a remainder of one joins its neighbor
     shares         |---------------|------------|   2 ranks
     micro-batches  |-------|-------|------------|   of 4
 """
@@ -23,13 +23,14 @@ from anybatch.plans import num_units
 
 
 def share(num_samples: int, shares: Sequence[float | int], rank: int, unit: int = 1) -> range:
-    """The contiguous part of a global batch that `rank` takes, in proportion to `shares`.
+    """Returns the contiguous part of a global batch that `rank` takes, in proportion to `shares`.
 
-    Largest remainder over whole units, ties to the lower rank. Boundaries lie at multiples of
-    `unit` (the ghost batch); a last unit of one sample stays with its neighbour. A rank may get
-    nothing. The parts of all ranks together are exactly `range(num_samples)`.
+    Whole units are apportioned by the largest-remainder method; ties go to the lower rank. Boundaries
+    are multiples of `unit` (the ghost batch size); a trailing unit of one sample is merged into its
+    neighbor. A rank may receive nothing. The parts of all ranks together are exactly
+    `range(num_samples)`.
 
-    Raises `InputError` if the shares are not numbers of at least zero with a sum above zero.
+    Raises `InputError` if the shares are not nonnegative numbers with a positive sum.
     """
     bounds = _boundaries(num_samples, tuple(shares), unit)
     if not 0 <= rank < len(bounds) - 1:
@@ -37,14 +38,14 @@ def share(num_samples: int, shares: Sequence[float | int], rank: int, unit: int 
     return range(bounds[rank], bounds[rank + 1])
 
 
-@lru_cache(maxsize=64)  # every step of a run asks for the same few
+@lru_cache(maxsize=64)  # all steps of a run use the same few arguments
 def _boundaries(num_samples: int, shares: tuple[float | int, ...], unit: int) -> tuple[int, ...]:
     if not shares or not all(math.isfinite(s) and s >= 0 for s in shares) or sum(shares) <= 0:
         raise InputError(
             f"the shares of the ranks are {list(shares)}: give each rank a number of at least zero,"
             " and at least one of them a number above zero."
         )
-    weights = [Fraction(s) for s in shares]  # exact: every rank must find the same boundaries
+    weights = [Fraction(s) for s in shares]  # exact, so that all ranks compute the same boundaries
     total = sum(weights)
     count = num_units(num_samples, unit)  # as `ghosts` cuts them
     ideal = [count * weight / total for weight in weights]
@@ -61,10 +62,11 @@ def _boundaries(num_samples: int, shares: tuple[float | int, ...], unit: int) ->
 
 
 def around(part: range, gaps: Sequence[int]) -> list[range]:
-    """Where samples `part` of a batch without those at `gaps` (sorted) lie in the whole batch:
+    """Returns the ranges of the whole batch that hold the samples `part` of a batch without those at
+    `gaps` (sorted):
 
-    whole   0 1 2 3 4 5 6 7        gaps 2 and 5
-    kept    0 1   2 3   4 5        part 1 to 4 lies at 1, at 3 and 4, and at 6
+        whole   0 1 2 3 4 5 6 7        gaps 2 and 5
+        kept    0 1   2 3   4 5        kept samples 1 to 4 are at 1, at 3 and 4, and at 6
     """
     stretches, start, shift = [], part.start, 0
     for gap in gaps:
@@ -79,15 +81,15 @@ def around(part: range, gaps: Sequence[int]) -> list[range]:
 
 
 def positions(part: range, gaps: Sequence[int]) -> Sequence[int]:
-    """`around`, one by one."""
+    """Returns the individual positions in the ranges of `around`."""
     return [at for stretch in around(part, gaps) for at in stretch] if gaps else part
 
 
 def divided_ghosts(
     num_samples: int, ghost: int, shares: Sequence[float | int], rank: int
 ) -> list[range]:
-    """The passes of `rank` where each ghost batch is divided over the ranks: its part of every ghost
-    batch in turn, empty where it has none. All ranks have equally many."""
+    """Returns the passes of `rank` if each ghost batch is divided among the ranks: its part of every
+    ghost batch, in order, empty if it has none. All ranks have the same number of passes."""
     parts, start = [], 0
     for size in ghosts(num_samples, ghost):
         part = share(size, shares, rank)
@@ -97,10 +99,11 @@ def divided_ghosts(
 
 
 def ghosts(num_samples: int, size: int) -> list[int]:
-    """Sizes of the ghost batches of one global batch: all `size`, the rest a ghost of its own.
+    """Returns the sizes of the ghost batches of one global batch: all are `size`, and a remainder forms
+    its own ghost batch.
 
-    A rest of one joins the ghost before it, where there is one: BatchNorm cannot normalise a single
-    value (its variance is zero).
+    A remainder of one joins the preceding ghost batch, if there is one: BatchNorm cannot normalize a
+    single value (its variance is zero).
     """
     whole, rest = divmod(num_samples, size)
     sizes = [size] * whole
@@ -113,8 +116,8 @@ def ghosts(num_samples: int, size: int) -> list[int]:
 
 @final
 class Pieces(Sequence[range]):
-    """The cut of a part into micro-batches, each a range of positions. Worked out as it is asked for:
-    a step may have a million of them."""
+    """A part cut into micro-batches, each a range of positions. Ranges are computed on access, since a
+    step may have a million of them."""
 
     def __init__(self, starts: range, stop: int) -> None:
         self._starts: range = starts
@@ -150,13 +153,14 @@ class Pieces(Sequence[range]):
 
 
 def micro_batches(part: range, micro_batch: int, ghost: int | None, total: int) -> Pieces:
-    """`part` of a global batch of `total` samples, cut into pieces of `micro_batch`.
+    """Cuts `part` of a global batch of `total` samples into pieces of `micro_batch`.
 
-    All pieces but the last have that size: fixed shapes suit allocators and compilers. With `ghost`
-    no piece cuts a ghost batch, so the last one of the global batch may be one sample larger.
+    All pieces except the last have that size, since fixed shapes suit allocators and compilers. With
+    `ghost`, no piece splits a ghost batch, so the last piece of the global batch may be one sample
+    larger.
 
-    Raises `InputError` if `micro_batch` cuts ghost batches: it must be a multiple of `ghost`, or
-    hold all `total` samples.
+    Raises `InputError` if `micro_batch` is below 1 or splits ghost batches: it must be a multiple of
+    `ghost`, or hold all `total` samples.
     """
     if micro_batch < 1 or (ghost and micro_batch % ghost and micro_batch < total):
         raise InputError(

@@ -1,14 +1,15 @@
-"""Held-out data: in order, once, each rank its part; and what a model gives for it, put together again.
+"""Evaluation on held-out data: yields each sample once, in order, divided among the ranks, and joins
+the outputs.
 
-Data with a length is cut into one contiguous part per rank, by the ranks' shares. A stream is read
-whole by every rank, which takes its blocks of it, as many as its share is:
+Data with a length is cut into one contiguous part per rank, in proportion to the ranks' shares. A
+stream is read entirely by every rank, which keeps its own blocks, in proportion to its share:
 
     by index   rank 0: 0 1 2 3 | rank 1: 4 5 6         7 samples, 2 ranks, equal shares
     stream     0 1 | 2 3 | 4 5 | 6                     blocks of 2: ranks 0, 1, 0, 1
     stream     0 1 | 2 3 | 4 5 | 6                     shares 2 and 1: ranks 0, 1, 0, 0
 
-Nothing is padded, dropped or given twice, so a rank may get nothing at all. Samples that turned out bad
-may be left out (`gaps`): then this is how the others are given.
+No sample is padded, dropped or repeated, so a rank may get none. Bad samples may be left out (`gaps`);
+the above then applies to the remaining samples.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ from anybatch.errors import DataError, InputError
 from anybatch.oom import is_memory_error
 
 MOST_WITHOUT_LENGTH = 100_000
-"""Samples that a held-out stream may give without a length, or as many as the whole training has."""
+"""The most samples that a held-out stream without a length may yield, unless the whole training has
+more."""
 
 
 def check_ends(name: str, num_samples: int, most: int | None) -> None:
-    """Raises `DataError` for held-out samples of no known length, if there are more than `most`."""
+    """Raises `DataError` if held-out data of unknown length has more than `most` samples (None: no
+    limit)."""
     if most is not None and num_samples > most:
         raise DataError(
             f"the held-out stream {name} has given {most:,} samples and goes on, so it may have no end:"
@@ -64,20 +67,21 @@ def evaluation_batches(
     most: int = 0,
     endless: int | None = None,
 ) -> Iterator[tuple[Any, int]]:
-    """(collated batch, number of samples) over this rank's part of `dataset`, at most `batch` each.
+    """Yields (collated batch, number of samples) over this rank's part of `dataset`, with at most
+    `batch` samples each.
 
     Random augmentation, if any, is the same every time, for any `batch` and any number of ranks.
 
     Args:
-        first: begin with this sample of the rank's part (of a stream: of the whole stream).
-        shares: of the ranks; only their ratios count, and zero is allowed.
-        lockstep: every rank gives equally many batches; one that has fewer of its own ends with
-            batches that are not its own, said to be of 0 samples.
-        gaps: indices of samples to leave out (of a stream: their numbers), in order.
-        lengths: of the samples of map-style data. Then the ranks' parts go by total length, and a batch
-            has a padded size of at most `most`, instead of `batch` samples.
-        endless: a stream without a length that gives more samples is taken for one without an end;
-            None: however many. One with a length is read so far.
+        first: sample of the rank's part (for a stream, of the whole stream) to begin with.
+        shares: shares of the ranks; only their ratios count, and zero is allowed.
+        lockstep: every rank yields the same number of batches; a rank with fewer batches ends with
+            filler batches, which are reported as having 0 samples.
+        gaps: indices of samples to leave out (for a stream, their numbers), sorted.
+        lengths: lengths of the samples of map-style data. If given, the ranks' parts are measured by
+            total length, and a batch has a padded size of at most `most` instead of `batch` samples.
+        endless: a stream without a length is considered endless if it yields more samples than this;
+            None: no limit. A stream with a length is read up to its length.
 
     Raises `InputError` for a batch below one or a stream that can be read only once, `DataError` as
     `Loader` does.
@@ -121,7 +125,7 @@ def _by_index(
     loader: Loader, pieces: list[range], counts: list[int], gaps: Sequence[int]
 ) -> Iterator[tuple[Any, int]]:
     loader.begin(0, lambda extent: pieces)
-    data = loader.next_step(gaps)  # all samples are one step
+    data = loader.next_step(gaps)  # all samples form one step
     assert data is not None
     try:
         yield from zip(data.micro_batches, counts, strict=True)
@@ -140,7 +144,7 @@ def _of_stream(
     stream = begin()
     given = len(stream.read(first))
     counts = [0] * len(shares)  # blocks, by rank
-    last: list[tuple[int, Any]] = []  # a sample for those who only keep step
+    last: list[tuple[int, Any]] = []  # a sample for filler batches
     for owner in turns(shares):
         samples = stream.read(batch)
         if not samples:
@@ -158,12 +162,12 @@ def _of_stream(
 
 
 def turns(shares: Sequence[float]) -> Iterator[int]:
-    """The rank of each block of a stream, without end: at any time each rank has had its share of them,
-    to within one block or so.
+    """Yields the rank of each block of a stream, without end. At any time each rank has received its
+    share of the blocks, to within about one block.
 
-    The next block goes to the rank that is furthest behind its share, the lower one of equals.
+    The next block goes to the rank that is furthest behind its share; ties go to the lower rank.
     """
-    weights = [Fraction(one) for one in shares]  # exact: every rank must find the same
+    weights = [Fraction(one) for one in shares]  # exact, so that all ranks compute the same
     total = sum(weights)
     due = [Fraction(0)] * len(weights)
     while True:
@@ -175,7 +179,7 @@ def turns(shares: Sequence[float]) -> Iterator[int]:
 
 @final
 class _Stream:
-    """A stream, read once from its beginning. See `evaluation_batches` for `gaps` and `endless`."""
+    """One pass over a stream from its beginning. See `evaluation_batches` for `gaps` and `endless`."""
 
     def __init__(
         self, dataset: Any, collate: Collate, seed: int, gaps: Sequence[int], endless: int | None
@@ -203,8 +207,8 @@ class _Stream:
             ) from error
 
     def read(self, count: int) -> list[tuple[int, Any]]:
-        """The next samples, each with its number, fewer at the end. Raises `DataError` if the stream
-        fails."""
+        """Returns the next samples, each with its number; fewer at the end. Raises `DataError` if the
+        stream fails."""
         kept: list[tuple[int, Any]] = []
         while len(kept) < count:
             first = self._reading.position
@@ -227,7 +231,7 @@ class _Stream:
         return kept
 
     def batch_of(self, numbered: list[tuple[int, Any]]) -> Any:
-        """Samples with their numbers, collated."""
+        """Collates samples that are given with their numbers."""
         names = [(0, number) for number, _ in numbered]
         samples = [sample for _, sample in numbered]
         with Borrowed():
@@ -235,12 +239,13 @@ class _Stream:
 
 
 def join(pieces: Sequence[Any], sizes: Sequence[int], place: str = "the output") -> Any:
-    """What was computed for batches of `sizes` samples, as if for all of them in one.
+    """Joins the values computed for batches of `sizes` samples as if they were computed for a single
+    batch.
 
-    Tensors are joined on dim 0, lists and tuples of samples one after the other; mappings, tuples and
-    dataclasses part by part; None stays None.
+    Tensors are concatenated along dim 0, lists and tuples of samples are concatenated; mappings, tuples
+    and dataclasses are joined part by part; None stays None.
 
-    Raises `InputError` naming the part that cannot be joined.
+    Raises `InputError` with the part that cannot be joined.
     """
     kept = [(piece, size) for piece, size in zip(pieces, sizes, strict=True) if size]
     if not kept:

@@ -1,4 +1,4 @@
-"""What went wrong with which samples, in words."""
+"""Descriptions of samples and of the errors in them, for messages."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, NamedTuple, final
 
 from anybatch.errors import DataError
 
-_SHOWN = 8  # samples that a message names; the rest are counted
+_SHOWN = 8  # samples listed in a message; the rest are only counted
 
 
 class Place(NamedTuple):
-    """Which sample: its position in the global batch, its epoch, and `sample`, its index in the data
-    set (in a stream, its number). A fetch, which knows no global batch, counts positions in what it was
-    asked for."""
+    """Identifies a sample: its position in the global batch, its epoch, and `sample`, its index in the
+    data set (in a stream, its number). In a fetch, which does not know the global batch, positions are
+    relative to the request."""
 
     position: int
     epoch: int
@@ -21,12 +21,12 @@ class Place(NamedTuple):
 
     @property
     def name(self) -> tuple[int, int]:
-        """(epoch, index), as messages take it."""
+        """(epoch, index), as used in messages."""
         return self.epoch, self.sample
 
 
 class Bad(NamedTuple):
-    """A sample that cannot be learned from, and why."""
+    """A sample that cannot be used for training, and the reason."""
 
     place: Place
     reason: str
@@ -34,15 +34,16 @@ class Bad(NamedTuple):
 
 @final
 class BadSamples(DataError):
-    """Samples that cannot be loaded, or not even one by one be put into a batch: `bad`. The message
-    speaks of the first."""
+    """Raised for samples that cannot be loaded, or cannot be collated even alone. `bad` lists them; the
+    message describes the first one."""
 
     def __init__(self, message: str, bad: Sequence[Bad] = ()) -> None:
         super().__init__(message)
         self.bad: tuple[Bad, ...] = tuple(bad)
 
     def at(self, positions: Sequence[int]) -> list[Bad]:
-        """`bad`, where what was asked for lies at `positions` of a global batch."""
+        """Returns `bad` with positions in a global batch, given the `positions` of the requested
+        samples there."""
         return [
             Bad(bad.place._replace(position=positions[bad.place.position]), bad.reason)
             for bad in self.bad
@@ -50,8 +51,8 @@ class BadSamples(DataError):
 
 
 def fetched(fetch: Callable[[], Any], positions: Sequence[int]) -> Any:
-    """What `fetch` gives for the samples at `positions` of a global batch. Raises `BadSamples` with
-    these positions."""
+    """Calls `fetch`, which fetches the samples at `positions` of a global batch, and returns its
+    result. Raises `BadSamples` with these positions."""
     try:
         return fetch()
     except BadSamples as error:
@@ -59,12 +60,13 @@ def fetched(fetch: Callable[[], Any], positions: Sequence[int]) -> Any:
 
 
 def told(error: BaseException) -> str:
-    """The error's type and text."""
+    """Returns the error's type and text."""
     return f"{type(error).__name__}: {error}"
 
 
 def told_samples(names: Sequence[tuple[int, int]], total: int | None = None) -> str:
-    """Samples for people, from (epoch, index) each: at most eight are shown of `total`."""
+    """Formats samples, given as (epoch, index) pairs, for messages; at most eight of `total` are
+    listed."""
     total = len(names) if total is None else total
     shown = names[:_SHOWN]
     more = f" and {total - len(shown):,} more" if total > len(shown) else ""
@@ -75,7 +77,7 @@ def told_samples(names: Sequence[tuple[int, int]], total: int | None = None) -> 
 
 
 def shape_of(value: Any) -> str:
-    """A sample as its types and shapes: `(float32 [3, 5], int)`."""
+    """Describes a sample by its types and shapes: `(float32 [3, 5], int)`."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, dict):

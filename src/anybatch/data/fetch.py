@@ -1,20 +1,21 @@
-"""Indices to a collated batch: the same samples, whoever asks, however the step is cut.
+"""Fetches samples by index and collates them. The result does not depend on which process fetches, or
+on how the step is cut.
 
-Two ways. Tensors in memory are indexed at once. Any other map-style set is asked sample by sample
-(or through its `__getitems__`) and collated.
+There are two methods. Tensors in memory are indexed directly. Any other map-style data set is indexed
+one sample at a time (or through its `__getitems__`), and the samples are collated.
 
-What a sample draws from the default random generators must be a function of (seed, epoch, index)
-alone. Seeding before every sample would ensure it at 12 us a sample; most data sets draw nothing.
-So a fetch first goes ahead without seeding, at the set's full speed, and looks afterwards whether
-anything was drawn. If so, the result is dropped and fetched again, sample by sample, each under a
-seed of its own, and from then on always so. `__getitems__` is not used then, since one call for
-many samples has no place for a seed between them.
+The numbers that a sample draws from the default random generators must be a function of (seed, epoch,
+index) alone. Seeding before every sample would ensure this at a cost of 12 us per sample, but most data
+sets draw nothing. A fetch therefore first runs without seeding, at the data set's full speed, and then
+checks whether anything was drawn. If so, the result is discarded and fetched again, one sample at a
+time, each under its own seed, and all later fetches do the same. `__getitems__` is not used in that
+case, since one call for many samples leaves no place for a seed between them.
 
-Generators that the data set owns (an attribute, a global of its module) are seeded before every
-sample alike: otherwise each worker process would repeat the draws of the others. Not covered is
-entropy from the operating system. A collate function that draws (masking in language modelling) is
-seeded by its first sample, so a restart repeats it; but what it draws depends on the micro-batch,
-and a warning says so.
+Generators owned by the data set (an attribute, a global of its module) are also seeded before every
+sample: otherwise each worker process would repeat the draws of the others. Entropy from the operating
+system is not covered. A collate function that draws random numbers (masking in language modeling) is
+seeded by its first sample, so a restart repeats the draws; but they depend on the micro-batch, and a
+warning says so.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ from anybatch.side_effects import generators_in, rewinding
 
 
 class Piece(NamedTuple):
-    """Samples of one epoch that belong to one micro-batch: `indices` is int64, shape [num]."""
+    """Samples of one epoch that belong to one micro-batch. `indices` is int64, shape [num]."""
 
     epoch: int
     indices: Tensor
 
 
 Request = Sequence[Piece]
-"""One micro-batch: several pieces only where it goes across the end of an epoch, or around samples that
+"""One micro-batch. It has several pieces only if it crosses an epoch boundary, or skips samples that
 are left out."""
 
 
 def open_fetch(dataset: Any, collate: Collate | None, seed: int) -> TensorFetch | SampleFetch:
-    """The fastest way to fetch from `dataset` that gives what fetching one by one and collating
-    would."""
+    """Returns the fastest fetch for `dataset` whose results equal those of fetching samples one by one
+    and collating them."""
     source, _ = _unwrapped(dataset)
     in_memory = (
         type(source) is TensorDataset
@@ -64,8 +65,8 @@ def open_fetch(dataset: Any, collate: Collate | None, seed: int) -> TensorFetch 
 
 
 def sizes_alone(fetch: Callable[[Request], Any], indices: Tensor) -> list[int]:
-    """The number of elements in the tensors of each sample where it is collated by itself. Empty if one
-    cannot be: a collate function may need several."""
+    """Returns, for each sample, the number of elements in its tensors when it is collated alone. Empty
+    if a sample cannot be: a collate function may need several."""
     try:
         return [_num_elements(fetch([Piece(0, one)])) for one in indices.split(1)]
     except AnybatchError:
@@ -81,7 +82,7 @@ def _num_elements(batch: Any) -> int:
 
 @final
 class TensorFetch:
-    """A `TensorDataset`, or a `Subset` of one, under torch's `default_collate`."""
+    """Fetches from a `TensorDataset`, or a `Subset` of one, with torch's `default_collate`."""
 
     def __init__(self, dataset: Any) -> None:
         source, self._subset = _unwrapped(dataset)
@@ -103,14 +104,14 @@ class TensorFetch:
 
 @final
 class SampleFetch:
-    """Any map-style set and any collate function. Picklable where they are: worker processes hold
-    one each.
+    """Fetches from any map-style data set with any collate function. Picklable if they are: each worker
+    process holds a copy.
 
     Args:
         dataset, collate, seed: see `Task`.
 
     Attributes:
-        on_sample: called after every sample, to show that loading goes on; None: nobody looks.
+        on_sample: called after every sample to report progress; None: no callback.
     """
 
     def __init__(self, dataset: Any, collate: Collate | None, seed: int) -> None:
@@ -120,22 +121,23 @@ class SampleFetch:
         self._collate: Collate = collate or default_collate
         self._seed = seed
         self._keyed = False  # a sample or the collate function has drawn random numbers
-        self._own: list[Any] | None = None  # the data set's generators, once they were looked for
+        self._own: list[Any] | None = None  # the data set's generators, once searched for
         self._epoch: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the generators: those of a module are others in a process that is spawned."""
+        """Excludes the generators: in a spawned process, the generators of a module are different
+        objects."""
         return {**vars(self), "_own": None}
 
     @property
     def name(self) -> str:
-        """Of the data set."""
+        """The class name of the data set."""
         return type(self._dataset).__name__
 
     def __call__(self, request: Request) -> Any:
-        """The batch. Raises `BadSamples` with all samples that cannot be loaded, or not even alone be
-        collated, `DataError` if samples cannot be collated together; errors that are about memory pass
-        unchanged."""
+        """Returns the batch. Raises `BadSamples` with all samples that cannot be loaded, or cannot be
+        collated even alone, and `DataError` if samples cannot be collated together. Memory errors are
+        re-raised unchanged."""
         if self._own is None:
             self._own = generators_in(self._dataset)
             self._keyed = bool(self._own)
@@ -149,7 +151,7 @@ class SampleFetch:
                 except Exception as error:
                     if is_memory_error(error):
                         raise
-            # Random, or failed: one by one shows which sample it is.
+            # Random, or failed: fetching one by one identifies the sample.
         back = [rewinding(generator) for generator in self._own]
         try:
             with Borrowed():
@@ -174,7 +176,8 @@ class SampleFetch:
             yield from samples
 
     def _samples_one_by_one(self, request: Request) -> Iterator[Any]:
-        """Each under a seed of its own. After a bad one none is given: its error comes at the end."""
+        """Yields each sample under its own seed. After a bad sample none is yielded, and its error is
+        raised at the end."""
         bad: list[Bad] = []
         first: Exception | None = None
         for position, (epoch, index, inner) in enumerate(self._asked(request)):
@@ -196,7 +199,7 @@ class SampleFetch:
             raise BadSamples(self._of_sample(epoch, index, first), bad) from first
 
     def _asked(self, request: Request) -> Iterator[tuple[int, int, int]]:
-        """Epoch, index, and index into the innermost data set, of each sample."""
+        """Yields the epoch, the index, and the index into the innermost data set of each sample."""
         for piece in request:
             for index, inner in zip(piece.indices.tolist(), self._begin(piece), strict=True):
                 yield piece.epoch, index, inner
@@ -213,7 +216,7 @@ class SampleFetch:
         return collated(self._collate, samples, names, self._seed, self._dataset)
 
     def _begin(self, piece: Piece) -> list[int]:
-        """Tells the data set its epoch; returns the indices into the innermost data set."""
+        """Sets the epoch of the data set, and returns the indices into the innermost data set."""
         if piece.epoch != self._epoch:
             for dataset in (self._dataset, self._source):
                 if hasattr(dataset, "set_epoch"):
@@ -235,9 +238,9 @@ class SampleFetch:
 
 
 def _unwrapped(dataset: Any) -> tuple[Any, Tensor | None]:
-    """The data set inside nested `Subset`s, and the indices into it (None: all of it)."""
+    """Returns the data set inside nested `Subset`s, and the indices into it (None: all of it)."""
     indices: Tensor | None = None
-    while type(dataset) is Subset:  # a class derived from it may do more
+    while type(dataset) is Subset:  # a subclass may do more
         outer = torch.as_tensor(dataset.indices, dtype=torch.int64, device="cpu")
         indices = outer if indices is None else outer[indices]
         dataset = dataset.dataset

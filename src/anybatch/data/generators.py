@@ -1,10 +1,11 @@
-"""The process's default random generators (Python, torch's, NumPy's) while samples are fetched.
+"""Saves, seeds and restores the process's default random generators (Python's, torch's, NumPy's) around
+the fetching of samples.
 
-A data set that augments at random draws from them, and so does training (dropout). The two must not
-meet: what a sample draws may depend on the sample alone, and what training draws may not depend on
-how many samples were fetched in between. So a fetch borrows the generators and puts them back; and
-whether anything was drawn at all can be seen, so that data sets without randomness, the usual case,
-pay for no seeding.
+A data set with random augmentation draws from these generators, and so does training (dropout). The two
+must not interact: what a sample draws may depend only on the sample, and what training draws may not
+depend on how many samples were fetched in between. A fetch therefore borrows the generators and
+restores them afterwards. It also detects whether anything was drawn, so that data sets without
+randomness, the usual case, do not pay for seeding.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ _numpy_known: tuple[bytes, dict[str, Any]] | None = None
 
 
 def seed_by(key: int) -> None:
-    """Sets all three generators by a 64-bit key."""
+    """Seeds all three generators with a 64-bit key."""
     random.seed(key)
     torch.default_generator.manual_seed(key)
     np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002 - the generator that old code draws from
 
 
 def seed_each(generators: Sequence[Any], key: int) -> None:
-    """Sets the generators that a data set owns, each to a stream of its own."""
+    """Seeds the generators that a data set owns, each with a different stream."""
     for number, generator in enumerate(generators):
         own = mix(key, number)
         if isinstance(generator, torch.Generator):
@@ -48,7 +49,7 @@ def seed_each(generators: Sequence[Any], key: int) -> None:
 
 
 def snapshot() -> tuple[Any, ...]:
-    """The state of all three, for `restore`."""
+    """Returns the state of all three generators, for `restore`."""
     return random.getstate(), torch.default_generator.get_state(), _numpy_now()[1]
 
 
@@ -61,19 +62,20 @@ def restore(state: tuple[Any, ...]) -> None:
 
 @final
 class PythonAndNumpy:
-    """The state of Python's and NumPy's, where torch sees to its own."""
+    """The state of Python's and NumPy's generators, used where torch restores its own."""
 
     def __init__(self) -> None:
         self._python: tuple[Any, ...] | None = random.getstate()
         self._print, self._numpy = _numpy_now()
 
     def drop_unchanged(self) -> None:
-        """Let go of a state of Python's in which it still is: it takes 25 KiB."""
+        """Discards the saved state of Python's generator if it is still the current one: it takes 25
+        KiB."""
         if self._python == random.getstate():
             self._python = None
 
     def put_back(self) -> None:
-        """Set both to what they were."""
+        """Restores both generators."""
         if self._python is not None:
             random.setstate(self._python)
         if self._numpy.get("has_gauss") or _numpy_fingerprint() != self._print:
@@ -82,7 +84,8 @@ class PythonAndNumpy:
 
 @final
 class Borrowed:
-    """`with Borrowed() as generators:` leaves all generators as they were, also after an error."""
+    """Context manager that restores all generators on exit, also after an error: `with Borrowed() as
+    generators:`."""
 
     def __enter__(self) -> Borrowed:
         self._python = random.getstate()
@@ -92,9 +95,9 @@ class Borrowed:
         return self
 
     def drawn(self) -> bool:
-        """Whether a number was drawn from any of them, or one was seeded, since the start.
+        """Returns whether any generator was drawn from, or seeded, since the block was entered.
 
-        The last thing to ask: what was found untouched is not put back.
+        Must be the last call in the block: generators that were found untouched are not restored.
         """
         self._untouched = not self._changed()
         return not self._untouched
@@ -106,7 +109,7 @@ class Borrowed:
             return True
         if _numpy_fingerprint() != self._numpy:
             return True
-        # A normal number that NumPy kept from the last pair is handed out without a draw.
+        # NumPy returns a normal number that it cached from the last pair without a draw.
         kept = self._numpy_state.get("has_gauss")
         return bool(kept) and not np.random.get_state(legacy=False)["has_gauss"]  # noqa: NPY002
 
@@ -121,8 +124,9 @@ class Borrowed:
 
 
 def _numpy_now() -> tuple[bytes, dict[str, Any]]:
-    """Fingerprint and full state. The state costs 35 us to ask for, so the last one is kept, and
-    asked for again only when the fingerprint says that something was drawn."""
+    """Returns the fingerprint and the full state. Reading the state takes 35 us, so the last one is
+    cached, and read again only if the fingerprint shows that something was drawn, or if it holds a
+    normal number (`has_gauss`)."""
     global _numpy_known
     now = _numpy_fingerprint()
     if _numpy_known is None or _numpy_known[0] != now or _numpy_known[1].get("has_gauss"):

@@ -1,14 +1,16 @@
-"""Samples of unequal length: how long each is, and which come together.
+"""Samples of unequal length: their lengths, and how they are grouped.
 
-What a padded micro-batch takes of memory and time goes by its padded size, the number of its samples
-times the longest of them, not by their number. So micro-batches are cut by padded size, ranks take
-parts of equal total length, and the samples of one global batch are put in order of length, longest
-first: neighbours are alike then, and little is padded. A global batch stays the same set of samples.
+The memory and time of a padded micro-batch depend on its padded size (the number of its samples times
+the longest length), not on its number of samples. Micro-batches are therefore cut by padded size, ranks
+take parts of equal total length, and the samples of one global batch are sorted by length, longest
+first, so that neighbors are similar and little is padded. The set of samples in a global batch stays
+the same.
 
     lengths         9 9 8 | 4 4 3 3 2 2 | 1 1 1 ...      micro-batches of at most 27 padded tokens
 
-The longest ones are no part like the others, by which the noise of gradients could be measured. So in
-the steps in which it is, some samples stand before these, in the order in which they were drawn.
+The longest samples are not representative, so the noise of gradients cannot be measured on them. In the
+steps in which it is measured, some samples therefore precede the sorted ones, in the order in which
+they were drawn.
 """
 
 from __future__ import annotations
@@ -32,18 +34,19 @@ from anybatch.data.schedule import Steps, measures_noise
 from anybatch.errors import InputError
 
 LengthsOf: TypeAlias = "Sequence[int] | Callable[[Any], Sequence[int]]"
-"""The lengths of a data set's samples, or a function from a data set to these."""
+"""The lengths of a data set's samples, or a function that returns them for a data set."""
 
 
 @dataclass(frozen=True, eq=False)
 class Extent:
-    """How much a global batch, or another run of samples, holds.
+    """The size of a global batch, or of another sequence of samples.
 
     Attributes:
-        num_samples: in it.
-        lengths: of them, in their order: int64, shape `[num_samples]`; None: they are alike.
+        num_samples: number of samples.
+        lengths: their lengths, in order: int64, shape `[num_samples]`; None if samples do not differ in
+            length.
         num_drawn: number of leading samples in the order in which they were drawn, regardless of their
-            length. The noise of gradients is measured with them. 0 if samples do not differ in length.
+            length. The noise of gradients is measured on them. 0 if samples do not differ in length.
     """
 
     num_samples: int
@@ -54,29 +57,30 @@ class Extent:
         assert self.lengths is None or len(self.lengths) == self.num_samples
 
     def share(self, shares: Sequence[float | int], rank: int, ghost: int | None = None) -> range:
-        """The part that `rank` takes: of the total length, or of the number; see `share_by_length` and
-        `share`."""
+        """Returns the part that `rank` takes: by total length if lengths are known, otherwise by number
+        of samples; see `share_by_length` and `share`."""
         if self.lengths is None:
             return share(self.num_samples, shares, rank, ghost or 1)
         return share_by_length(self.lengths, shares, rank, ghost)
 
     def amount(self, part: range) -> int:
-        """Of what the samples at positions `part` have: their total length, or how many they are."""
+        """Returns the total length of the samples at positions `part`, or their number if there are no
+        lengths."""
         return (
             len(part) if self.lengths is None else int(self.lengths[part.start : part.stop].sum())
         )
 
 
 def lengths_of(given: LengthsOf | None, dataset: Any, name: str) -> Tensor | None:
-    """The lengths of the samples of map-style `dataset`, int64, shape `[num_samples]`; None where none
-    are given. A length of zero counts as one: such a sample is computed like any other.
+    """Returns the lengths of the samples of the map-style `dataset`: int64, shape `[num_samples]`; None
+    if none are given. A length of zero counts as one: such a sample is computed like any other.
 
     Args:
         given: see `Task.lengths`.
-        dataset: which.
-        name: of it, for messages.
+        dataset: the data set.
+        name: its name, for messages.
 
-    Raises `InputError` if they are not one whole number of at least zero for each sample.
+    Raises `InputError` if they are not one nonnegative integer per sample.
     """
     if given is None:
         return None
@@ -94,8 +98,8 @@ def lengths_of(given: LengthsOf | None, dataset: Any, name: str) -> Tensor | Non
 
 
 _known: WeakKeyDictionary[Any, Sequence[tuple[LengthsOf, Tensor]]] = WeakKeyDictionary()
-"""What was found last for a data set, by `Task.lengths` and by `Tokens.of`: to find it may mean to go
-through all of it."""
+"""The last lengths found for a data set, by `Task.lengths` and by `Tokens.of`. They are cached since
+finding them may require reading the whole data set."""
 
 
 def _checked(found: Any, dataset: Any, name: str) -> Tensor:
@@ -137,9 +141,9 @@ def _not_whole(found: Any) -> Iterator[tuple[int, Any]]:
 
 
 def longest_first(lengths: Tensor, steps: Steps, order: Tensor, epoch: int) -> Tensor:
-    """`order`, the samples of `epoch`, with those of each global step put in order of `lengths`,
-    longest first; equal ones stay as they are. So do the first ones of a step that measures noise
-    (`num_drawn`), which stay before all others."""
+    """Returns `order`, the samples of `epoch`, with the samples of each global step sorted by
+    `lengths`, longest first; ties keep their order. In a step that measures noise, the first samples
+    (`num_drawn`) keep their order, and stay before all others."""
     step = steps.steps_in(epoch)
     first = torch.from_numpy(_is_drawn(steps, step))
     keys = lengths[order].masked_fill(first, torch.iinfo(torch.int64).max)
@@ -151,13 +155,15 @@ _ONE_OF = 16
 
 
 def least_drawn(num_samples: int) -> int:
-    """Samples by which the noise of a step of `num_samples` is measured: few, since their padding is
-    that of any samples, but one of 16 of a step, so that single outliers do not decide."""
+    """Returns the number of samples on which the noise of a step of `num_samples` is measured: few,
+    since they are padded like unsorted samples, but one of 16 of a step, so that single outliers do not
+    dominate."""
     return -(-num_samples // _ONE_OF) if num_samples > 1 else 0
 
 
 def num_drawn(index: int, steps: Steps, by_length: bool) -> int:
-    """See `Extent.num_drawn`, of the step `index`. `by_length`: its samples are put `longest_first`."""
+    """Returns `Extent.num_drawn` of step `index`. `by_length`: whether its samples are sorted by
+    `longest_first`."""
     if not measures_noise(index):
         return 0
     if not by_length:
@@ -167,8 +173,8 @@ def num_drawn(index: int, steps: Steps, by_length: bool) -> int:
 
 
 def _is_drawn(steps: Steps, step: np.ndarray) -> np.ndarray:
-    """Which positions of an epoch stay first in their step, as `num_drawn` counts; `step`: that of each
-    position, in order."""
+    """Returns which positions of an epoch stay first in their step, as counted by `num_drawn`. `step`:
+    the step of each position, in order."""
     starts = np.flatnonzero(np.diff(step, prepend=-1))
     counts = [num_drawn(int(index), steps, by_length=True) for index in step[starts]]
     sizes = np.diff(np.append(starts, len(step)))
@@ -176,25 +182,25 @@ def _is_drawn(steps: Steps, step: np.ndarray) -> np.ndarray:
 
 
 def ordered(seed: int, lengths: Tensor, steps: Steps, shuffle: bool) -> Order:
-    """The order in which the samples of each global step are put `longest_first`."""
+    """Returns the order in which the samples of each global step are sorted by `longest_first`."""
     return Order(seed, len(lengths), shuffle, partial(longest_first, lengths, steps))
 
 
 def lengths_of_step(index: int, lengths: Tensor, steps: Steps, order: Order) -> np.ndarray:
-    """Those of its samples, as they stand in `order`."""
+    """Returns the lengths of the samples of step `index`, in the order of `order`."""
     return torch.cat([lengths[order.indices(*span)] for span in steps.samples_of(index)]).numpy()
 
 
 def share_by_length(
     lengths: np.ndarray, shares: Sequence[float | int], rank: int, ghost: int | None
 ) -> range:
-    """The contiguous part of samples of `lengths` that `rank` takes: of their total length, its part by
-    `shares`, as nearly as whole samples (or ghost batches) allow. The parts of all ranks together are
-    all samples; a rank may get nothing."""
+    """Returns the contiguous part of samples with `lengths` that `rank` takes: its share of their total
+    length, as nearly as whole samples (or ghost batches) allow. The parts of all ranks together are all
+    samples; a rank may get none."""
     sizes, _ = _units(lengths, ghost)
     stops = np.concatenate(([0], np.cumsum(sizes)))
     reached = np.concatenate(([0], np.cumsum(lengths)))[stops]  # total length up to each boundary
-    weights = [Fraction(share) for share in shares]  # exact: every rank must find the same
+    weights = [Fraction(share) for share in shares]  # exact, so that all ranks compute the same
     total = sum(weights, Fraction())
     wanted = [int(reached[-1]) * sum(weights[:n], Fraction()) / total for n in (rank, rank + 1)]
     first, last = (_nearest(reached, value) for value in wanted)
@@ -202,7 +208,8 @@ def share_by_length(
 
 
 def _nearest(values: np.ndarray, wanted: Fraction) -> int:
-    """Which of `values`, in ascending order, is nearest; the lower one of two."""
+    """Returns the index of the nearest of `values`, which are in ascending order; the lower one in a
+    tie."""
     above = int(np.searchsorted(values, float(wanted)))
     near = range(max(0, above - 1), min(len(values), above + 2))
     return min(near, key=lambda at: (abs(int(values[at]) - wanted), at))
@@ -211,15 +218,15 @@ def _nearest(values: np.ndarray, wanted: Fraction) -> int:
 def micro_batches_by_length(
     lengths: np.ndarray, part: range, most: int, ghost: int | None
 ) -> list[range]:
-    """`part` of a global batch whose samples have `lengths`, cut into pieces of at most `most` padded
-    size each: number of samples times the longest. What is larger alone (a sample, or a ghost batch,
-    which is never cut) has a piece of its own."""
+    """Cuts `part` of a global batch whose samples have `lengths` into pieces with a padded size (number
+    of samples times the longest length) of at most `most`. A sample, or a ghost batch (which is never
+    split), that exceeds it alone forms its own piece."""
     sizes, longest = _units(lengths[part.start : part.stop], ghost)
     stops = part.start + np.concatenate(([0], np.cumsum(sizes)))
     pieces: list[range] = []
     first = 0
     while first < len(sizes):
-        # No more units than if all the others were of a single sample as long as this one.
+        # Upper bound on the number of units: each has at least one sample, padded to this length.
         window = slice(first, first + max(1, most // int(longest[first])))
         padded = np.maximum.accumulate(longest[window]) * np.cumsum(sizes[window])
         last = first + max(1, int(np.searchsorted(padded, most, side="right")))
@@ -229,16 +236,17 @@ def micro_batches_by_length(
 
 
 def padded_size(lengths: np.ndarray, piece: range) -> int:
-    """What `piece` has once it is padded."""
+    """Returns the size of `piece` after padding."""
     return len(piece) * int(lengths[piece.start : piece.stop].max()) if piece else 0
 
 
 def _units(lengths: np.ndarray, ghost: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Number of samples, and the longest, of what is never cut: ghost batches, or single samples."""
+    """Returns the number of samples and the longest length of each indivisible unit: ghost batches, or
+    single samples."""
     if not ghost or not len(lengths):
         return np.ones_like(lengths), lengths
     starts = np.arange(0, len(lengths), ghost)
     if len(starts) > 1 and len(lengths) % ghost == 1:
-        starts = starts[:-1]  # as `ghosts` cuts: a rest of one joins the ghost batch before it
+        starts = starts[:-1]  # as in `ghosts`: a remainder of one joins the ghost batch before it
     sizes = np.diff(np.append(starts, len(lengths)))
     return sizes, np.maximum.reduceat(lengths, starts)

@@ -1,13 +1,13 @@
-"""Loaders: the micro-batches of each global step; `Loader` is that of map-style data sets.
+"""Loaders of the micro-batches of each global step. `Loader` is the one for map-style data sets.
 
-    begin(index, cut)  from this step on, this rank takes of each step what `cut` says
+    begin(index, cut)  start at this step; `cut` determines what this rank takes of each step
     next_step()        the next global step, or None when training is over
-    redo(cut, gaps)    the step just given once more, cut differently: the same samples, or all of them
-                       but those that turned out bad
-    commit()           the step is done (a stream lets go of its samples; here nothing is held)
+    redo(cut, gaps)    the last step once more, cut differently: the same samples, or all of them
+                       except the bad ones
+    commit()           the step is done (a stream releases its samples; here nothing is held)
 
-It holds positions and indices, never samples, so a global batch may be as large as it likes. Which step
-is meant is told by its index, as to `Steps`.
+`Loader` holds positions and indices, never samples, so a global batch may be arbitrarily large. A step
+is identified by its index, as in `Steps`.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ from anybatch.errors import InputError
 from anybatch.events import step_number
 
 Cut = Callable[[Extent], Sequence[range]]
-"""From the samples that a global step has to the micro-batches of this rank: ranges of these samples,
-none of them empty. The same extent must give the same ranges every time."""
+"""A function from the samples of a global step to the micro-batches of this rank: ranges of these
+samples, none of them empty. It must return the same ranges for the same extent."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepData:
-    """One global step as this rank sees it.
+    """One global step as seen by this rank.
 
     Attributes:
-        index: the number of steps before it.
-        epoch: the epoch in which it starts.
-        first_sample: samples of all ranks in the steps before it.
-        num_samples: samples of all ranks that this step takes from the order.
+        index: number of steps before it.
+        epoch: epoch in which it starts.
+        first_sample: number of samples in the steps before it, over all ranks.
+        num_samples: number of samples that this step takes from the order, over all ranks.
         epoch_end: whether it takes the last (used) sample of an epoch.
-        next_epoch: the epoch of the sample that comes after it.
-        ranges: this rank's micro-batches, as positions in the global batch, among those that are kept.
-        micro_batches: the collated batches of `ranges`, in order, fetched as they are asked for.
-        extent: of the samples of all ranks that are not left out.
-        gaps: positions of those that are, in order.
+        next_epoch: epoch of the sample after the step.
+        ranges: this rank's micro-batches, as positions among the samples of the global batch that are
+            kept.
+        micro_batches: the collated batches of `ranges`, in order, fetched on demand.
+        extent: the samples of all ranks that are not left out.
+        gaps: positions of the samples that are left out, sorted.
     """
 
     index: int
@@ -68,7 +69,7 @@ class StepData:
 
 
 def is_map_style(dataset: Any) -> bool:
-    """Whether samples are asked for by index. (`IterableDataset` has a `__getitem__` too.)"""
+    """Returns whether samples are accessed by index. (`IterableDataset` has a `__getitem__` too.)"""
     return (
         hasattr(dataset, "__getitem__")
         and hasattr(dataset, "__len__")
@@ -77,7 +78,7 @@ def is_map_style(dataset: Any) -> bool:
 
 
 def num_samples_of(dataset: Any) -> int | None:
-    """The length of a data set, as `Steps` asks for it; None for a stream that does not know."""
+    """Returns the length of a data set, as `Steps` takes it; None for a stream of unknown length."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):  # no __len__, or one that says it has none
@@ -85,11 +86,11 @@ def num_samples_of(dataset: Any) -> int | None:
 
 
 class StepLoader(ABC):
-    """What `Loader` and `StreamLoader` have in common; see the module.
+    """Base class of `Loader` and `StreamLoader`; see the module docstring.
 
     Attributes:
-        has_collate: whether samples are collated by a function of the user's.
-        can_have_workers: whether `num_workers` processes would load samples.
+        has_collate: whether samples are collated by a user function.
+        can_have_workers: whether samples can be loaded by `num_workers` processes.
     """
 
     can_have_workers: bool
@@ -98,20 +99,20 @@ class StepLoader(ABC):
         self.has_collate: bool = collate is not None
         self._cut: Cut | None = None
         self._next = 0
-        self._gaps: Sequence[int] = ()  # in the step that is given next, or was given last
-        self._life = 0  # counts beginnings, so that iterators of an earlier one are known as stale
+        self._gaps: Sequence[int] = ()  # of the step returned next, or returned last
+        self._life = 0  # counts calls of `begin` and `close`, to detect stale iterators
         self._current: StepData | None = None
 
     def begin(self, index: int, cut: Cut) -> None:
-        """Makes the step `index` the next one, under `cut`; discards what was fetched ahead."""
+        """Makes step `index` the next one, under `cut`; discards prefetched batches."""
         self._next, self._cut, self._gaps = index, cut, ()
         self._life += 1
 
     def next_step(self, gaps: Sequence[int] = ()) -> StepData | None:
-        """The next global step, without the samples at the positions `gaps` (in order) of its global
-        batch; None when training is over. Collates nothing yet.
+        """Returns the next global step, without the samples at positions `gaps` (sorted) of its global
+        batch; None when training is over. Does not collate anything yet.
 
-        Raises `DataError` if a stream fails or gives no sample.
+        Raises `DataError` if a stream fails or yields no sample.
         """
         if self._cut is None:
             raise InputError("the loader has not begun: call begin(index, cut) first.")
@@ -129,7 +130,8 @@ class StepLoader(ABC):
         return self._current
 
     def redo(self, cut: Cut, gaps: Sequence[int] = ()) -> StepData:
-        """The step that `next_step` gave last, under `cut`, which holds for later steps too."""
+        """Returns the last step of `next_step` again, under `cut`, which also applies to later
+        steps."""
         if self._current is None:
             raise InputError(
                 "there is no step to redo, since none is held: call next_step() first."
@@ -140,41 +142,42 @@ class StepLoader(ABC):
         return data
 
     def commit(self) -> None:  # noqa: B027 - nothing is a good default
-        """The step is done: its samples are let go of, where they are held."""
+        """Marks the step as done and releases its samples, if they are held."""
 
     def close(self) -> None:
-        """Ends the worker processes. The loader gives nothing afterwards."""
+        """Ends the worker processes. The loader yields nothing afterwards."""
         self._life += 1
         self._cut = None
 
     def describe(self, part: range) -> str:
-        """The samples behind `part` of the current step, for messages; at most eight are shown."""
+        """Describes the samples of `part` of the current step, for messages; at most eight are
+        listed."""
         names = [place.name for place in self.places(part[:8])]
         return told_samples(names, len(part)) if names else "no samples"
 
     @abstractmethod
     def extent(self, index: int, gaps: Sequence[int] = ()) -> Extent:
-        """The samples of the step `index` without those at the positions `gaps`, of all ranks."""
+        """Returns the samples of step `index`, of all ranks, without those at positions `gaps`."""
 
     @abstractmethod
     def places(self, part: range) -> list[Place]:
-        """The samples behind `part` of the current step."""
+        """Returns the samples of `part` of the current step."""
 
     @abstractmethod
     def alone(self, place: Place) -> Any:
-        """A sample of the current step as a batch of its own, fetched in this process."""
+        """Returns one sample of the current step as a batch, fetched in this process."""
 
     @abstractmethod
     def together(self, part: range) -> Any:
-        """The samples behind `part` of the current step as one batch, fetched in this process."""
+        """Returns the samples of `part` of the current step as one batch, fetched in this process."""
 
     @abstractmethod
     def _step(self, index: int) -> StepData | None:
-        """The step `index`, not yet cut; None when training is over."""
+        """Returns step `index` before it is cut; None when training is over."""
 
     @abstractmethod
     def _fetched(self, step: StepData, number: int, parts: Sequence[range]) -> Any:
-        """The batch of `parts[number]` of `step`."""
+        """Returns the batch of `parts[number]` of `step`."""
 
     def _micro_batches(self, step: StepData, ranges: Sequence[range], life: int) -> Iterator[Any]:
         for number, part in enumerate(ranges):
@@ -189,12 +192,12 @@ class StepLoader(ABC):
 
 @final
 class Loader(StepLoader):
-    """Training data by index, in the global order.
+    """Loads training data by index, in the global order.
 
-    `num_workers` processes fetch ahead, across steps too; tensors in memory are faster without and
-    ignore it. `pin_memory` makes the workers' batches ready for asynchronous copies to CUDA
-    devices. `lengths`: of the samples, by index, as `lengths_of` returns them; `by_length`: those of a
-    global batch come in that order, longest first.
+    `num_workers` processes prefetch batches, also across steps; tensors in memory are faster without
+    workers, and ignore this argument. `pin_memory` prepares the workers' batches for asynchronous
+    copies to CUDA devices. `lengths` are the lengths of the samples by index, as `lengths_of` returns
+    them; with `by_length` the samples of a global batch are sorted by length, longest first.
     """
 
     def __init__(
@@ -229,7 +232,7 @@ class Loader(StepLoader):
         self._workers: WorkerPool | None = None
         if num_workers and isinstance(self._fetch, SampleFetch):
             self._workers = WorkerPool(self._fetch, self._requests_ahead, num_workers, pin_memory)
-        # The micro-batch that the workers give next: the step's index, its own; None: not started.
+        # Next micro-batch of the workers: index of its step, its number in it; None: not started.
         self._ahead: tuple[int, int] | None = None
 
     def begin(self, index: int, cut: Cut) -> None:
@@ -290,7 +293,7 @@ class Loader(StepLoader):
     def _fetched(self, step: StepData, number: int, parts: Sequence[range]) -> Any:
         if self._workers is None:
             return self._fetch(self._request(step.first_sample, parts[number], self._gaps))
-        if self._ahead != (step.index, number):  # the first one, or a step was left before its end
+        if self._ahead != (step.index, number):  # the first one, or a step was not finished
             self._ahead = step.index, number
             self._workers.restart()
         after = (step.index, number + 1)
@@ -300,14 +303,14 @@ class Loader(StepLoader):
         self._ahead = None
         try:
             batch = self._workers.next()
-        except BadSamples:  # the workers go on
+        except BadSamples:  # the workers continue
             self._ahead = after
             raise
         self._ahead = after
         return batch
 
     def _requests_ahead(self) -> Iterator[Request]:
-        """From the micro-batch at `_ahead` to the end of training."""
+        """Yields the requests from the micro-batch at `_ahead` to the end of training."""
         if self._ahead is None:
             return
         first, skipped = self._ahead
@@ -318,7 +321,7 @@ class Loader(StepLoader):
                 yield self._request(first_sample, part, gaps)
 
     def _steps_from(self, index: int) -> Iterator[tuple[int, Sequence[range]]]:
-        """The steps from `index` on in which this rank has micro-batches."""
+        """Yields the steps from `index` on in which this rank has micro-batches."""
         cut, total = self._cut, self._steps.total_steps
         if cut is None or total is None:
             return
@@ -328,11 +331,13 @@ class Loader(StepLoader):
                 yield later, ranges
 
     def _gaps_of(self, index: int) -> Sequence[int]:
-        """What is left out of the step `index`: of later ones than the current nothing is known yet."""
+        """Returns the positions left out of step `index`; for steps after the current one none are
+        known yet."""
         return self._gaps if self._current is not None and self._current.index == index else ()
 
     def _request(self, first_sample: int, part: range, gaps: Sequence[int]) -> Request:
-        """The samples `part` of the global batch that starts at `first_sample`, without `gaps`."""
+        """Returns the request for the samples `part`, without `gaps`, of the global batch that starts
+        at `first_sample`."""
         spans = [
             span
             for whole in around(part, gaps)

@@ -1,26 +1,26 @@
-"""A collated batch, cut into micro-batches: whatever nesting the collate function returned.
+"""Cuts a collated batch into micro-batches, for any nesting that the collate function returns.
 
-Tensors and arrays are cut on dim 0, as views; mappings, named tuples and dataclasses are
-structures, cut part by part and rebuilt as the same type; None, strings, numbers, 0-dim tensors,
-functions and other objects belong to the whole batch and are passed along.
+Tensors and arrays are cut along dim 0, as views. Mappings, named tuples and dataclasses are structures:
+they are cut part by part and rebuilt with the same type. None, strings, numbers, 0-dim tensors,
+functions and other objects belong to the whole batch and are passed through.
 
-A list or tuple can be read in two ways: as a *structure*, whose members are parts of every sample
-(`[x, y]`, as `default_collate` returns it), or as *samples*, each member one of them
+A list or tuple can be interpreted in two ways: as a *structure*, whose members are parts of every
+sample (`[x, y]`, as `default_collate` returns it), or as *samples*, where each member is one sample
 (`[target, target, ...]` in detection, strings, sequences of unequal length). The rule:
 
 - members of different kinds (dtype and number of dims count for tensors): a structure;
-- tensors of one kind: a structure if their first sizes agree, else samples;
+- tensors of one kind: a structure if their first sizes agree, otherwise samples;
 - mappings: samples;
-- tuples of one kind in a list: samples (what a collate function that returns its list gives); lists
-  or tuples otherwise: a structure;
+- tuples of one kind in a list: samples (the result of a collate function that returns its list); other
+  lists or tuples: a structure;
 - strings, numbers, 0-dim tensors and other objects: samples.
 
-A sparse or nested tensor and a `PackedSequence` are cut like others, into copies.
+Sparse and nested tensors and a `PackedSequence` are cut in the same way, but into copies.
 
-Members that are None do not count. Where the usual reading contradicts the rest of the batch and
-the other does not, the other is taken: in `(images, targets)`, a tuple of N images `[3, H, W]`
-beside N dicts is a list of N samples, not a structure of batch size 3. That holds for 3 images too,
-where both readings give the same size, since no structure comes with a list of dicts.
+Members that are None are ignored. If the usual interpretation contradicts the rest of the batch and the
+other one does not, the other one is used: in `(images, targets)`, a tuple of N images `[3, H, W]` next
+to N dicts is a list of N samples, not a structure of batch size 3. This holds for 3 images too, where
+both interpretations give the same size, since a structure never comes with a list of dicts.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from anybatch.errors import DataError
 
-Part = tuple[str, Any]  # how Python code reaches it from its parent, and the value
+Part = tuple[str, Any]  # the expression that accesses it in its parent, and the value
 
-_KIND_MEMBERS = 8  # what tells a pair from a sequence; token lists are long
+_KIND_MEMBERS = 8  # enough to distinguish a pair from a sequence; token lists are long
 
 REMEDY = (
     "every part must have the samples on dim 0, or as the members of a list; what does not belong"
@@ -50,10 +50,9 @@ REMEDY = (
 
 
 def batch_size(batch: Any) -> int:
-    """The number of samples in `batch`.
+    """Returns the number of samples in `batch`.
 
-    Raises `DataError` if its parts disagree, naming each and its size, or if nothing in it has
-    samples.
+    Raises `DataError` if its parts disagree, with the size of each part, or if no part has samples.
     """
     if isinstance(batch, Tensor) and batch.dim():
         return num_rows(batch)
@@ -71,8 +70,8 @@ def batch_size(batch: Any) -> int:
 
 
 def samples_left(batch: Any, num_given: int) -> int:
-    """Samples in a batch that was made of so many: fewer where its collate function has left some out,
-    as far as the batch shows."""
+    """Returns the number of samples in a batch collated from `num_given` samples: fewer if the collate
+    function has dropped some, as far as the batch shows."""
     try:
         return min(batch_size(batch), num_given)
     except DataError:
@@ -80,7 +79,8 @@ def samples_left(batch: Any, num_given: int) -> int:
 
 
 def slice_batch(batch: Any, start: int, stop: int) -> Any:
-    """Samples `start` to `stop` of `batch`, as the same structure; tensors and arrays are views.
+    """Returns samples `start` to `stop` of `batch`, with the same structure; tensors and arrays are
+    views.
 
     Raises `DataError` as `batch_size` does.
     """
@@ -89,7 +89,8 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
 
 
 def shows_samples(batch: Any) -> bool:
-    """Whether every part of `batch` is one of its samples, and none belongs to all of them."""
+    """Returns whether every part of `batch` consists of samples, and none belongs to the batch as a
+    whole."""
     parts = parts_of(batch)
     if parts is None:
         return _has_samples(batch)
@@ -99,8 +100,8 @@ def shows_samples(batch: Any) -> bool:
 
 
 def differs(one: Any, other: Any) -> bool:
-    """Whether batches of the same samples have other numbers where their tensors have the same shape
-    (not that of padding, then). What belongs to no single sample is passed over."""
+    """Returns whether batches of the same samples have different values in tensors of the same shape
+    (unequal shapes may result from padding). Parts that belong to no single sample are ignored."""
     parts, others = parts_of(one), parts_of(other)
     if parts is None or others is None:
         are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor) and one.dim() > 0
@@ -111,7 +112,8 @@ def differs(one: Any, other: Any) -> bool:
 
 
 def doubled(batch: Any) -> Any:
-    """`batch`, and all of its samples once more, as the same structure; a copy.
+    """Returns a copy of `batch` with all of its samples repeated once, with the same structure. A
+    `PackedSequence` is not repeated.
 
     Raises `DataError` as `batch_size` does.
     """
@@ -132,15 +134,15 @@ def doubled(batch: Any) -> Any:
 
 
 class NoSizes(Exception):
-    """Of a batch none of another size can be made: it does not show how many samples it has, or is of
-    a kind that has no empty one."""
+    """Raised if a batch of another size cannot be made from a batch: the number of its samples is
+    unclear, or a part is of a kind that cannot be created empty."""
 
 
 def resized(batch: Any, num_samples: int) -> Any:
-    """`batch` with `num_samples` samples, for planning, where only shapes matter: tensors are new and
-    empty, samples in lists repeat.
+    """Returns `batch` with `num_samples` samples, for planning, where only shapes matter: tensors are
+    new and uninitialized, samples in lists are repeated.
 
-    Raises `NoSizes` if that cannot be done.
+    Raises `NoSizes` if this is not possible.
     """
     try:
         size = batch_size(batch)
@@ -163,9 +165,9 @@ def resized(batch: Any, num_samples: int) -> Any:
 
 
 def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    """`batch` cut into consecutive pieces of `sizes`, views of it; one piece is the batch itself.
+    """Splits `batch` into consecutive pieces of `sizes`, as views; a single piece is the batch itself.
 
-    Raises `DataError` if the sizes do not add up to the batch, or as `batch_size` does.
+    Raises `DataError` if the sizes do not add up to the batch size, or as `batch_size` does.
     """
     total = sum(sizes)
     if total not in _sizes(batch):
@@ -190,9 +192,9 @@ def _sliced(batch: Any, size: int, among_records: bool, start: int, stop: int) -
 
 
 def to_device(batch: Any, device: torch.device | str, non_blocking: bool = False) -> Any:
-    """`batch` with its tensors on `device`; the batch itself if nothing has to move.
+    """Moves the tensors of `batch` to `device`; returns the batch itself if nothing has to move.
 
-    Arrays stay where they are. Other objects are moved by their own `to(device)`, if they have it.
+    Arrays are not moved. Other objects are moved by their own `to(device)`, if they have it.
     """
     target = torch.device(device)
 
@@ -206,7 +208,7 @@ def to_device(batch: Any, device: torch.device | str, non_blocking: bool = False
 
 
 def map_leaves(batch: Any, function: Callable[[Any], Any]) -> Any:
-    """`batch` with `function` applied to every leaf; the batch itself if all stay the same."""
+    """Applies `function` to every leaf of `batch`; returns the batch itself if no leaf changes."""
     parts = parts_of(batch)
     if parts is None:
         return function(batch)
@@ -217,7 +219,7 @@ def map_leaves(batch: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def parts_of(node: Any) -> list[Part] | None:
-    """The parts of a container, each with the index that reaches it; None for a leaf."""
+    """Returns the parts of a container, each with the index that accesses it; None for a leaf."""
     if isinstance(node, PackedSequence):
         return None
     if isinstance(node, Mapping):
@@ -236,13 +238,13 @@ def _fields(node: Any) -> tuple[str, ...]:
 
 
 def rebuilt(node: Any, values: list[Any]) -> Any:
-    """A container like `node` that holds `values`, in the order of `parts_of`."""
+    """Returns a container like `node` that holds `values`, in the order of `parts_of`."""
     if isinstance(node, Mapping):
         new = dict(zip(node, values, strict=True))
         if type(node) is dict:
             return new
         if isinstance(node, MutableMapping):
-            clone = copy.copy(node)  # keeps what else it carries, such as a default factory
+            clone = copy.copy(node)  # keeps other attributes, such as a default factory
             clone.update(new)
             return clone
         return type(node)(new)  # type: ignore[call-arg]
@@ -256,10 +258,10 @@ def rebuilt(node: Any, values: list[Any]) -> Any:
 
 # ---------------------------------------------------------------------------------- batch sizes
 #
-# A node may have several possible sizes, each with a cost: how many lists in it would have to be
-# read against their usual reading. A structure's sizes are those that all its parts allow, with the
-# costs added up; the batch's size is the cheapest. An empty dict says "no samples" only for a leaf:
-# a structure whose parts disagree has none either, and `_leaves` tells the two apart.
+# A node may have several possible sizes, each with a cost: the number of lists in it that would have
+# to be interpreted against the rule. The sizes of a structure are those that all its parts allow, with
+# the costs added up; the size of the batch is the cheapest one. An empty dict means "no samples" only
+# for a leaf: a structure whose parts disagree has no size either, and `_leaves` distinguishes the two.
 
 
 def _sizes(node: Any) -> dict[int, int]:
@@ -273,14 +275,14 @@ def _sizes(node: Any) -> dict[int, int]:
     sizes: dict[int, int] = {}
     for cost, as_samples in enumerate(_readings(node)):
         found = {len(node): 0} if as_samples else _common(node)
-        cost *= 2 if _are_records(node) else 1  # to take dicts for a structure is the least likely
+        cost *= 2 if _are_records(node) else 1  # dicts are the least likely to form a structure
         for size, inner in found.items():
             sizes.setdefault(size, cost + inner)
     return sizes
 
 
 def _common(values: Any) -> dict[int, int]:
-    """Sizes that all values with samples allow."""
+    """Returns the sizes that all values with samples allow."""
     common: dict[int, int] | None = None
     for value in values:
         sizes = _sizes(value)
@@ -294,14 +296,15 @@ def _common(values: Any) -> dict[int, int]:
 
 
 def num_rows(leaf: Any) -> int:
-    """Samples in a tensor or array with such, or a `PackedSequence`."""
+    """Returns the number of samples in a tensor or array that has samples, or in a `PackedSequence`."""
     if isinstance(leaf, PackedSequence):
         return int(leaf.batch_sizes[0])
     return int(leaf.size(0)) if isinstance(leaf, Tensor) else len(leaf)
 
 
 def _rows(leaf: Any, start: int, stop: int) -> Any:
-    """Of a tensor or array with samples, or a `PackedSequence`, those from `start` to `stop`."""
+    """Returns samples `start` to `stop` of a tensor or array that has samples, or of a
+    `PackedSequence`."""
     if isinstance(leaf, PackedSequence):
         padded, lengths = pad_packed_sequence(leaf)
         some = lengths[start:stop]
@@ -332,7 +335,8 @@ def _is_sequence(node: Any) -> bool:
 
 
 def _readings(node: Sequence[Any]) -> tuple[bool, ...]:
-    """Readings of a list or tuple, the usual one first: True for samples, False for a structure."""
+    """Returns the possible interpretations of a list or tuple, the usual one first: True for samples,
+    False for a structure."""
     members = [member for member in node if member is not None]
     kinds = {_kind(member) for member in members}
     if len(kinds) != 1:
@@ -350,14 +354,15 @@ def _readings(node: Sequence[Any]) -> tuple[bool, ...]:
 
 
 def _kind(value: Any) -> Any:
-    """What samples of one data set share: type, dtype and number of dims, kinds of the members."""
+    """Returns what the samples of a data set have in common: type, dtype and number of dims, kinds of
+    the members."""
     if isinstance(value, Tensor | np.ndarray):
         return type(value), value.dtype, value.ndim
     if isinstance(value, bool | int | float | str | bytes | np.generic):
         return "scalar"
     if _is_sequence(value):
         kinds = tuple(_kind(member) for member in value[:_KIND_MEMBERS])
-        # A run of one kind may have any length: samples differ in it.
+        # A sequence of one kind may have any length, since samples differ in length.
         return type(value), kinds[0] if len(set(kinds)) == 1 else kinds
     return type(value)
 
@@ -369,16 +374,17 @@ def _are_records(node: Any) -> bool:
 
 
 def _are_of_one_kind(node: Sequence[Any]) -> bool:
-    """Whether its members are tensors or arrays of one kind."""
+    """Whether the members of `node` are tensors or arrays of one kind."""
     return isinstance(node[0], Tensor | np.ndarray) and len({_kind(one) for one in node}) == 1
 
 
 def has_records(batch: Any, size: int) -> bool:
-    """Whether a list of `size` mappings is a part of `batch`, so that its lists are of samples."""
+    """Returns whether `batch` contains a list of `size` mappings, so that its lists are lists of
+    samples."""
     if _are_records(batch):
         return len(batch) == size
     if _is_sequence(batch) and not any(parts_of(member) for member in batch):
-        return False  # of tokens, say, which may be many
+        return False  # a list of tokens, say, which may be long
     return any(has_records(value, size) for _, value in parts_of(batch) or ())
 
 
@@ -389,7 +395,8 @@ def _mapped(
     rows: Callable[[Any], Any],
     samples: Callable[[Sequence[Any]], Iterable[Any]],
 ) -> Any:
-    """`node`, of a batch of `size`, with `rows` of tensors and arrays, and `samples` of lists."""
+    """Returns `node`, part of a batch of `size` samples, with `rows` applied to tensors and arrays, and
+    `samples` to lists of samples."""
     if not _has_samples(node):
         return node
     if isinstance(node, Tensor | np.ndarray | PackedSequence):
@@ -403,8 +410,8 @@ def _mapped(
 
 
 def is_samples(node: Any, size: int, among_records: bool = False) -> bool:
-    """Whether `node` is a list or tuple of `size` samples, in a batch of that size. `among_records`:
-    whether that batch has a list of mappings, see `has_records`."""
+    """Returns whether `node` is a list or tuple of `size` samples, in a batch of that size.
+    `among_records`: whether the batch has a list of mappings, see `has_records`."""
     if among_records and _is_sequence(node) and 0 < len(node) == size and _are_of_one_kind(node):
         return True
     for as_samples in _readings(node) if _is_sequence(node) else ():
@@ -414,7 +421,7 @@ def is_samples(node: Any, size: int, among_records: bool = False) -> bool:
 
 
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, int]]:
-    """Every part that has samples, with its path and its size."""
+    """Yields every part that has samples, as its path and its size."""
     if isinstance(node, Tensor | np.ndarray | PackedSequence):
         if _has_samples(node):
             yield path, num_rows(node)

@@ -1,4 +1,4 @@
-"""A task's training data, opened: how its steps are made up, and the loader that gives them."""
+"""Opens a task's training data: lays out its steps and creates the loader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from anybatch.task import Task, lengths_for
 
 
 def steps_of(task: Task) -> Steps:
-    """How the training of `task` is laid out. Raises `InputError` if no step can be made of it."""
+    """Returns the steps of the training of `task`. Raises `InputError` if no step can be formed."""
     num_samples, lengths = num_samples_of(task.train), tokens_in(task)
     return Steps(
         num_samples=num_samples,
@@ -34,31 +34,33 @@ def steps_of(task: Task) -> Steps:
 
 
 def tokens_in(task: Task) -> Tensor | None:
-    """How many tokens the global batch of `task` counts each training sample as: int64, shape
-    `[num_samples]`; None where it counts samples, or the lengths are not known."""
+    """Returns the number of tokens that each training sample contributes to the global batch of `task`:
+    int64, shape `[num_samples]`; None if the global batch is in samples, or the lengths are not
+    known."""
     return lengths_of(lengths_for(task), task.train, "training")
 
 
 def largest_batch(task: Task) -> int:
-    """Samples of the largest global batch of `task`: what a plan is made for."""
+    """Returns the number of samples in the largest global batch of `task`, for which plans are made."""
     batch = task.global_batch
     return batch if isinstance(batch, int) else steps_of(task).most_samples
 
 
 def mean_batch(task: Task) -> int:
-    """Samples of a mean global batch of `task`, the largest of a ramp: of its target of tokens."""
+    """Returns the mean number of samples in a global batch of `task`, for a ramp in its largest one: a
+    target in tokens is divided by the mean length."""
     lengths, target = tokens_in(task), largest_target(task.global_batch)
     return target if lengths is None else max(1, round(target / lengths.double().mean().item()))
 
 
 def identity_of_batch(task: Task) -> int | str:
-    """What has to be the same of two tasks for their steps to be made up alike, beside their data, its
-    order and `last`."""
+    """Returns what must be equal in two tasks for their steps to be formed alike, apart from their
+    data, its order and `last`."""
     batch = task.global_batch
     if isinstance(batch, int):
         return batch
     lengths, told = tokens_in(task), as_text(batch)
-    if isinstance(batch, Ramp):  # it goes by the part of training that is done
+    if isinstance(batch, Ramp):  # it follows the fraction of training that is done
         whole = {"epochs": task.epochs, "steps": task.steps, "samples": task.samples}
         told += "".join(f" with {name}={n}" for name, n in whole.items() if n is not None)
     return told if lengths is None else f"{told} of the lengths {_digest(lengths)}"
@@ -71,14 +73,14 @@ def _digest(lengths: Tensor) -> str:
 def open_training(
     task: Task, pin_memory: bool, by_length: bool = True
 ) -> tuple[Steps, Loader | StreamLoader]:
-    """The steps and the loader of `task`.
+    """Returns the steps and the loader of `task`.
 
     Args:
-        task: its data, order, length and workers.
-        pin_memory: make batches ready for asynchronous copies to a CUDA device.
-        by_length: put the samples of a global batch in order of length, if lengths are given.
+        task: provides the data, its order, the length of training and the workers.
+        pin_memory: prepare batches for asynchronous copies to a CUDA device.
+        by_length: sort the samples of a global batch by length, if lengths are given.
 
-    Raises `InputError` if no step can be made of the data.
+    Raises `InputError` if no step can be formed from the data.
     """
     steps = steps_of(task)
     if not is_map_style(task.train):

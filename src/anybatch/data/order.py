@@ -1,7 +1,8 @@
-"""The global order of samples: a pure function of (seed, epoch, number of samples) alone, and of their
-lengths where they are put in order of these inside a global batch.
+"""The global order of samples: a pure function of (seed, epoch, number of samples), and of the sample
+lengths if the samples of a global batch are sorted by length.
 
-It knows no rank, no micro-batch and no step, so that every plan, restart and redo sees one order.
+This module has no notion of ranks, micro-batches or steps, so every plan, restart and redo uses the
+same order.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ _EPOCHS_KEPT = 2  # a step of last="wrap" spans two; more would only cost memory
 
 
 def mix(*values: int) -> int:
-    """One 64-bit key from whole numbers, so that neighbouring numbers give unrelated keys.
+    """Mixes integers into one 64-bit key such that neighboring integers give unrelated keys.
 
-    Each value is folded in by a round of splitmix64 (Steele, Lea, Flood, "Fast splittable
-    pseudorandom number generators", OOPSLA 2014). Order matters: `mix(1, 2) != mix(2, 1)`.
+    Each value is folded in by a round of splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom
+    number generators", OOPSLA 2014). Order matters: `mix(1, 2) != mix(2, 1)`.
     """
     state = 0
     for value in values:
@@ -33,9 +34,9 @@ def mix(*values: int) -> int:
 
 
 def permutation(seed: int, epoch: int, length: int, shuffle: bool = True) -> Tensor:
-    """The order of samples in `epoch`: int64 indices, shape `[length]`, on the CPU.
+    """Returns the order of samples in `epoch`: int64 indices, shape `[length]`, on the CPU.
 
-    Drawn under a generator of its own: torch's default one is neither read nor advanced.
+    Uses a separate generator: torch's default generator is neither read nor advanced.
     """
     if not shuffle:
         return torch.arange(length, device="cpu")
@@ -45,10 +46,10 @@ def permutation(seed: int, epoch: int, length: int, shuffle: bool = True) -> Ten
 
 @final
 class Order:
-    """The permutations of a run, each drawn when it is first asked for; the last two are kept.
+    """The permutations of a run, each computed on first use; the last two are cached.
 
-    `arranged`: from a permutation and its epoch to one in which the samples of each global step stand
-    in another order.
+    `arranged`: a function from a permutation and its epoch to a permutation in which the samples of
+    each global step are reordered.
     """
 
     def __init__(
@@ -65,5 +66,6 @@ class Order:
         self._drawn = lru_cache(_EPOCHS_KEPT)(drawn)
 
     def indices(self, epoch: int, start: int, stop: int) -> Tensor:
-        """Indices of the samples at positions `start` to `stop` of `epoch`: int64, a view."""
+        """Returns the indices of the samples at positions `start` to `stop` of `epoch`: int64, a
+        view."""
         return self._drawn(epoch)[start:stop]

@@ -1,7 +1,7 @@
-"""Batches on their device, copied one ahead of the one in use.
+"""Copies batches to their device, one ahead of the batch in use.
 
-On the CPU nothing moves. On CUDA each batch is pinned and copied on a stream of its own, so the
-copy of the next goes on while the current one is computed with:
+On the CPU nothing is copied. On CUDA each batch is pinned and copied on a separate stream, so that the
+copy of the next batch overlaps with the computation on the current one:
 
     copies    | batch 0 | batch 1 | batch 2 |
     compute             | batch 0 ..... | batch 1 ..... |
@@ -22,11 +22,12 @@ _END = object()
 
 
 def on_device(batches: Iterator[Any], device: torch.device | str) -> Iterator[Any]:
-    """The batches with their tensors on `device`; for the CPU the iterator itself.
+    """Returns the batches with their tensors on `device`; for the CPU, the iterator itself.
 
-    On CUDA there is memory for two batches, however many there are. The next one is fetched and
-    copied once the caller, which has queued what is to be computed with this one, asks for it. Let go
-    of this iterator before a step is redone, so that the batch it holds is freed."""
+    On CUDA, memory is needed for two batches, regardless of their number. The next batch is fetched and
+    copied when the caller, having enqueued the computation on the current one, requests it. Drop this
+    iterator before a step is redone, so that the batch it holds is freed.
+    """
     target = torch.device(device)
     if target.type == "cpu":
         return batches
@@ -41,15 +42,15 @@ def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]
     batch = _copy(batches, device, copies)
     while batch is not _END:
         compute = torch.cuda.current_stream(device)
-        # 1. Computing waits for the copy of this batch.
+        # 1. The compute stream waits for the copy of this batch.
         compute.wait_stream(copies)
-        # 2. Its memory belongs to the stream of copies; it must not be reused before computing is
-        #    done with it.
+        # 2. The memory of this batch belongs to the copy stream; it must not be reused before the
+        #    computation on it is done.
         map_leaves(batch, lambda leaf, stream=compute: _record(leaf, stream))
         yield batch
-        # 3. While this one is computed with, the next one is on its way, into the memory of the one
-        #    before: the host may be far ahead of the device, so it waits until that one is not needed
-        #    any more.
+        # 3. During the computation on this batch the next one is copied, into the memory of the
+        #    previous one. The host may be far ahead of the device, so it waits until the previous
+        #    batch is no longer needed.
         done = compute.record_event()
         if before is not None:
             before.synchronize()
@@ -59,12 +60,14 @@ def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]
 
 @cache
 def _stream_of_copies(device: torch.device) -> torch.cuda.Stream:
-    """One for each device: torch's allocator keeps the memory of each stream for that stream."""
+    """Returns the copy stream of a device, one per device: torch's allocator reserves the memory of
+    each stream for that stream."""
     return torch.cuda.Stream(device)
 
 
 def _copy(batches: Iterator[Any], device: torch.device, stream: torch.cuda.Stream) -> Any:
-    """The next batch, its copy to `device` begun on `stream`; `_END` if there is none."""
+    """Fetches the next batch and starts its copy to `device` on `stream`; returns `_END` if there is
+    none."""
     batch = next(batches, _END)
     if batch is _END:
         return batch
@@ -88,7 +91,7 @@ def _record(leaf: Any, stream: torch.cuda.Stream) -> Any:
 
 
 def _dense(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that hold the memory of `tensor`."""
+    """Returns the tensors that hold the memory of `tensor`."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -1,16 +1,16 @@
-"""Steps: which positions of which epoch make up a global step. Integers only, no data.
+"""Steps: which positions of which epoch form a global step. Works on integers only, without data.
 
-A step is given by its index, the number of steps before it.
+A step is identified by its index, the number of steps before it.
 
-An epoch offers `epoch_samples` positions (all of them, or with last="drop" those that fill global
-batches). Laid end to end, the epochs form one line; a step is a stretch of that line. With a data
-set of 10 and a global batch of 4:
+An epoch has `epoch_samples` positions (all of them, or with last="drop" those that fill global
+batches). The epochs are concatenated, and a step is a contiguous range of the result. With a data set
+of 10 and a global batch of 4:
 
     keep  | 0 1 2 3 | 4 5 6 7 | 8 9 || 0 1 2 3 | ...     3 steps per epoch, the last one smaller
     drop  | 0 1 2 3 | 4 5 6 7 || 0 1 2 3 | 4 5 6 7 ||    2 steps per epoch
-    wrap  | 0 1 2 3 | 4 5 6 7 | 8 9 0 1 | 2 3 4 5 | ...  steps go across the ends of epochs
+    wrap  | 0 1 2 3 | 4 5 6 7 | 8 9 0 1 | 2 3 4 5 | ...  steps cross epoch boundaries
 
-Where the global batch is in tokens, or grows, steps are as long as its rule says: see `boundaries`.
+If the global batch is in tokens, or grows, its rule determines the size of each step: see `boundaries`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Last = Literal["keep", "drop", "wrap"]
 
 ALL_MEASURED, MEASURED_EVERY = 256, 4
 """The noise of gradients is measured in each of the first `ALL_MEASURED` steps, and in every
-`MEASURED_EVERY`-th step after that, since it costs some percent of a small step."""
+`MEASURED_EVERY`-th step after that, since the measurement takes a few percent of a small step."""
 
 
 def measures_noise(index: int) -> bool:
-    """Whether the step `index` is one of those."""
+    """Returns whether the noise of gradients is measured in step `index`."""
     return index < ALL_MEASURED or index % MEASURED_EVERY == 0
 
 
@@ -55,18 +55,19 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """How long training is and what each global step is made of.
+    """The length of training and the composition of each global step.
 
     Attributes:
-        num_samples: length of the data set; None for a stream, whose steps are found as it is read.
+        num_samples: length of the data set; None for a stream, whose steps are determined as it is
+            read.
         global_batch: samples per step, over all ranks; or `Tokens` or a `Ramp`.
-        last: what becomes of samples that do not fill a global batch at the end of an epoch.
+        last: how to handle samples that do not fill a global batch at the end of an epoch.
         epochs, steps, samples: the length of training; exactly one of them. With `samples` the last
-            step is cut short to end at exactly that many.
-        lengths: from an epoch to the lengths of its samples in their order, int64, shape
-            `[num_samples]`, where the global batch is in tokens.
+            step is cut short to end at exactly that number.
+        lengths: function from an epoch to the lengths of its samples in their order, int64, shape
+            `[num_samples]`, if the global batch is in tokens.
 
-    Raises `InputError` (`DataError` where the data set is at fault) if no step can be made of it.
+    Raises `InputError` (`DataError` if the data set is at fault) if no step can be formed.
     """
 
     num_samples: int | None
@@ -109,16 +110,16 @@ class Steps:
 
     @cached_property
     def epoch_samples(self) -> int:
-        """Samples of an epoch that training uses. Raises `InputError` for a stream."""
+        """Number of samples of an epoch that training uses. Raises `InputError` for a stream."""
         length, size = self._length, self.global_batch
         return length - length % size if self.last == "drop" and isinstance(size, int) else length
 
     @cached_property
     def total_samples(self) -> int | None:
-        """Samples of the whole training; None for a stream over `epochs`.
+        """Number of samples in the whole training; None for a stream over `epochs`.
 
-        For a stream over `steps` it is that many full global batches: what is read unless the stream
-        ends in between, with samples left over.
+        For a stream over `steps` this is that number of full global batches, which is what training
+        reads unless the stream ends in between with samples left over.
         """
         if self.steps is None:
             return self._given_samples
@@ -128,7 +129,8 @@ class Steps:
 
     @cached_property
     def total_steps(self) -> int | None:
-        """Steps of the whole training; None for a stream, unless they follow from its length."""
+        """Number of steps in the whole training; None for a stream, unless it follows from the length
+        of training."""
         if self.steps is not None:
             return self.steps
         total, size = self.total_samples, self.global_batch
@@ -143,7 +145,7 @@ class Steps:
 
     @cached_property
     def most_samples(self) -> int:
-        """Samples of the largest step that there can be, by whatever order of the samples."""
+        """Number of samples in the largest step that is possible under any order of the samples."""
         target = largest_target(self.global_batch)
         if self.lengths is None:
             return target
@@ -151,8 +153,8 @@ class Steps:
 
     @cached_property
     def largest_step(self) -> int:
-        """The index of a step with as many samples as any, by which a plan can be rehearsed. In tokens
-        one step is as good as another."""
+        """Index of a step with the maximum number of samples, with which a plan can be rehearsed. With
+        a global batch in tokens any step will do."""
         total = self.total_samples
         if not isinstance(self.global_batch, Ramp) or total is None or self.num_samples is None:
             return 0
@@ -160,28 +162,30 @@ class Steps:
 
     @property
     def total_tokens(self) -> int | None:
-        """Of the whole training; None where the global batch is in samples."""
+        """Number of tokens in the whole training; None if the global batch is in samples."""
         total = self.total_samples
         return None if self.lengths is None or total is None else self._tokens_until(total)
 
     def tokens_before(self, index: int) -> int | None:
-        """Tokens that the steps before `index` take, over all ranks; None as above."""
+        """Returns the number of tokens in the steps before `index`, over all ranks; None if the global
+        batch is in samples."""
         return None if self.lengths is None else self._tokens_until(self.samples_before(index))
 
     def rate_factor(self, index: int, first_sample: int) -> float:
-        """What the learning rate of the step `index`, which begins at `first_sample`, is multiplied by
-        for the sake of its batch."""
+        """Returns the factor by which the learning rate of step `index`, which begins at
+        `first_sample`, is multiplied to account for its batch size."""
         return rate_factor(self.global_batch, self._done(index, first_sample))
 
     def target(self, index: int, first_sample: int) -> int:
-        """Samples, or tokens, that the step `index` is to have, if it begins at `first_sample`."""
+        """Returns the target size of step `index`, in samples or tokens, if it begins at
+        `first_sample`."""
         if isinstance(self.global_batch, int):
             return self.global_batch
         return target_at(self.global_batch, self._done(index, first_sample))
 
     def steps_in(self, epoch: int) -> np.ndarray:
-        """For each position of `epoch` the index of the step that it belongs to: int64, shape
-        `[num_samples]`, ascending; a later one where no step takes it."""
+        """Returns the index of the step that each position of `epoch` belongs to: int64, shape
+        `[num_samples]`, ascending. Positions that no step takes have the index of a later step."""
         length, size, line = self._length, self.global_batch, epoch * self.epoch_samples
         at = np.arange(length)
         if not isinstance(size, int):
@@ -190,22 +194,22 @@ class Steps:
             steps = (at + epoch * length) // size
         else:
             steps = at // size + epoch * _ceil(self.epoch_samples, size)
-        if self.samples is not None:  # the last step may end before
+        if self.samples is not None:  # the last step may be cut short
             steps = steps + (at + (epoch * length if self.last == "wrap" else line) >= self.samples)
         return steps
 
     def samples_before(self, index: int) -> int:
-        """Samples that the steps before `index` take, over all ranks."""
+        """Returns the number of samples in the steps before `index`, over all ranks."""
         total = self.total_samples
         start = self._start(index)
         return start if total is None else min(start, total)
 
     def samples_of(self, index: int) -> tuple[Span, ...]:
-        """The positions that the step `index` takes, in order; none from `total_steps` on."""
+        """Returns the positions that step `index` takes, in order; none from `total_steps` on."""
         return self.spans(self.samples_before(index), self.samples_before(index + 1))
 
     def spans(self, start: int, stop: int) -> tuple[Span, ...]:
-        """Samples `start` to `stop` of the whole training, by epoch."""
+        """Returns samples `start` to `stop` of the whole training, by epoch."""
         spans = []
         while start < stop:
             epoch, position = divmod(start, self.epoch_samples)
@@ -215,13 +219,13 @@ class Steps:
         return tuple(spans)
 
     def num_samples_of(self, index: int) -> int:
-        """Samples that the step `index` takes, over all ranks."""
+        """Returns the number of samples in step `index`, over all ranks."""
         return self.samples_before(index + 1) - self.samples_before(index)
 
     @cached_property
     def first_of_one(self) -> int | None:
-        """The index of the first step of a single sample; None if there is none, or if that is not
-        known before a stream is read."""
+        """Index of the first step with a single sample; None if there is none, or if it is not known
+        before a stream is read."""
         total, size = self.total_steps, self.global_batch
         if self.num_samples is None or total is None:
             return 0 if size == 1 else None
@@ -234,11 +238,11 @@ class Steps:
         return min(found, default=None)
 
     def epoch_of(self, index: int) -> int:
-        """The epoch in which the step `index` starts."""
+        """Returns the epoch in which step `index` starts."""
         return self.samples_before(index) // self.epoch_samples
 
     def is_epoch_end(self, index: int) -> bool:
-        """Whether the step `index` takes the last sample (that is used) of an epoch."""
+        """Returns whether step `index` takes the last sample (that is used) of an epoch."""
         ends = self.samples_before(index + 1) // self.epoch_samples
         return ends > self.epoch_of(index)
 
@@ -253,13 +257,13 @@ class Steps:
 
     @property
     def _given_samples(self) -> int | None:
-        """Samples of the whole training, where they do not depend on its steps."""
+        """Number of samples in the whole training, if it does not depend on the steps."""
         if self.epochs is None or self.num_samples is None:
             return self.samples
         return self.epochs * self.epoch_samples
 
     def _start(self, index: int) -> int:
-        """Where the step `index` starts if training had no end."""
+        """Returns where step `index` would start if training had no end."""
         size = self.global_batch
         if not isinstance(size, int):
             return self._boundaries.start(index)
@@ -274,19 +278,21 @@ class Steps:
         return Boundaries(self.target, self.num_samples, self.last == "wrap", reached)
 
     def _done(self, index: int, first_sample: int) -> float:
-        """The part of training that is done before the step `index`, which begins at `first_sample`.
-        It does not depend on the steps before, so that a ramp is no riddle."""
+        """Returns the fraction of training that is done before step `index`, which begins at
+        `first_sample`. It does not depend on the sizes of earlier steps, so the definition of a ramp is
+        not circular."""
         if self.steps is not None:
             return index / self.steps
         total = self._given_samples
         if total is None:
-            return 0.0  # and the batch is no ramp
+            return 0.0  # and the batch is not a ramp
         if self.lengths is None:
             return first_sample / total
         return self._tokens_until(first_sample) / self._tokens_until(total)
 
     def _tokens_until(self, sample: int) -> int:
-        """The total length of the first `sample` samples of the line."""
+        """Returns the total length of the first `sample` samples, counted over the concatenated
+        epochs."""
         epoch, position = divmod(sample, self._length)
         reached = self._reached(epoch)
         return epoch * int(reached[-1]) + int(reached[position])

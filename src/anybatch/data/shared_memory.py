@@ -1,8 +1,8 @@
-"""Shared memory for worker processes: whether `/dev/shm` has room for the batches that they hand over.
+"""Checks whether `/dev/shm` has room for the batches that worker processes hand over.
 
-A worker that writes beyond the end of a full `/dev/shm` is killed by a bus error, without a word. A
-container has 64 MiB of it by default. So where little is free, the size of a batch is estimated by one
-sample before workers are started.
+A worker that writes beyond the end of a full `/dev/shm` is killed by a bus error, without any message.
+A container has 64 MiB of shared memory by default. If little is free, the size of a batch is therefore
+estimated from one sample before workers are started.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _AHEAD = 2
 """Batches that each worker may have fetched and not handed over: torch's `prefetch_factor`."""
 
 _PLENTY = 4 << 30
-"""With as much free nothing is estimated: no sample is loaded for it."""
+"""If at least this many bytes are free, nothing is estimated, and no sample is loaded for it."""
 
 
 def check_shared_memory(
     fetch: Callable[[Request], Any], request: Request, num_workers: int, shm: Path = SHM
 ) -> None:
-    """Warn if what `num_workers` fetch ahead, in batches like `request`, might not fit into `shm`.
+    """Warns if the batches that `num_workers` prefetch, each like `request`, might not fit into `shm`.
 
-    Raises `DataError` if not even one batch of each worker does.
+    Raises `DataError` if not even one batch per worker fits.
     """
     free = _free_bytes(shm)
     if free is None or free >= _PLENTY:
@@ -55,12 +55,12 @@ def check_shared_memory(
 
 
 def _batch_bytes(fetch: Callable[[Request], Any], request: Request) -> int:
-    """Of the batch that `request` asks for, if all its samples are as large as the first; 0: the first
-    cannot be loaded by itself."""
+    """Returns the size of the batch of `request` if all its samples are as large as the first; 0 if the
+    first cannot be loaded alone."""
     first = request[0]
     try:
         sample = fetch([Piece(first.epoch, first.indices[:1])])
-    except Exception:  # the worker that loads it says what is wrong with it
+    except Exception:  # the worker that loads it reports the error
         return 0
     sizes: list[int] = []
 
@@ -74,7 +74,7 @@ def _batch_bytes(fetch: Callable[[Request], Any], request: Request) -> int:
 
 
 def _free_bytes(shm: Path) -> int | None:
-    """None: there is no such folder."""
+    """Returns the free bytes in `shm`; None if there is no such folder."""
     try:
         found = os.statvfs(shm)
     except (OSError, AttributeError):  # the latter on Windows

@@ -1,12 +1,12 @@
-"""StreamLoader: the steps of sets that can only be iterated.
+"""StreamLoader: global steps of data sets that can only be iterated.
 
-Every rank reads the whole stream, in the training process, and takes its ranges of each global
-batch: so the order is the stream's own and depends on no rank. What a step is made of is found as
-the stream is read. The samples of a step are held until it is committed, since a stream cannot be
-asked twice: a redo sees the same ones.
+Every rank reads the whole stream, in the training process, and takes its ranges of each global batch,
+so the order is that of the stream and does not depend on ranks. The composition of a step is determined
+as the stream is read. The samples of a step are held until it is committed, since a stream cannot be
+read twice: a redo uses the same samples.
 
-A sample that the stream fails to give has its place in the global batch like any other, as
-`Unreadable`: where bad samples are to be left out, the step is redone without it.
+A sample that the stream fails to yield keeps its position in the global batch, as `Unreadable`. If bad
+samples are to be left out, the step is redone without it.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from anybatch.side_effects import generators_in
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Stands for a sample that the stream failed to give."""
+    """Placeholder for a sample that the stream failed to yield."""
 
     reason: str
 
 
 @final
 class Reading:
-    """One pass over a stream. What it draws from the default generators is drawn from a state of its
-    own, seeded by `seed` and `epoch`, so that no cut into batches changes it. Generators that the data
-    set owns are seeded by them, too."""
+    """One pass over a stream. Draws from the default generators use a separate state, seeded by `seed`
+    and `epoch`, so that they do not depend on how the stream is cut into batches. Generators owned by
+    the data set are seeded likewise."""
 
     def __init__(self, dataset: Any, seed: int, epoch: int) -> None:
         self._dataset = dataset
         self._epoch = epoch
-        self._failed = ""  # why the sample that was asked for last was not given
+        self._failed = ""  # why the last sample could not be read; empty if it could
         self.position: int = 0  # samples so far
         with Borrowed():
             key = mix(seed, epoch)
@@ -57,8 +57,8 @@ class Reading:
             self._state = snapshot()
 
     def read(self, into: MutableSequence[Any], count: int) -> None:
-        """Append the next samples to `into`, fewer at the end. Raises `DataError` if the stream ends
-        right after it has failed to give one."""
+        """Appends the next `count` samples to `into`, fewer at the end. Raises `DataError` if the
+        stream ends right after it has failed to yield a sample."""
         with Borrowed():
             restore(self._state)
             try:
@@ -91,7 +91,7 @@ class Reading:
 
 
 def check_readable(dataset: Any, places: Sequence[Place], samples: Sequence[Any]) -> None:
-    """Raises `BadSamples` with those of `samples`, which are at `places`, that are `Unreadable`."""
+    """Raises `BadSamples` with those of `samples`, located at `places`, that are `Unreadable`."""
     bad = [
         Bad(place._replace(position=number), sample.reason)
         for number, (place, sample) in enumerate(zip(places, samples, strict=True))
@@ -108,7 +108,7 @@ def check_readable(dataset: Any, places: Sequence[Place], samples: Sequence[Any]
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A global batch of samples, and where in the stream they come from."""
+    """The samples of a global batch, and their location in the stream."""
 
     step: StepData
     samples: list[Any]
@@ -117,12 +117,12 @@ class _Held:
 
 @final
 class StreamLoader(StepLoader):
-    """Training data in the order of the stream.
+    """Loads training data in the order of the stream.
 
-    A whole global batch of samples is held (and with last="drop" one more is read ahead, since only
-    then it is known where an epoch ends). `begin` at a later step reads and discards what comes
-    before it. The stream may shuffle and augment by the default random generators: they are seeded
-    by (seed, epoch) for it alone.
+    The samples of a whole global batch are held (with last="drop" one more batch is read ahead, since
+    the end of an epoch is not known otherwise). `begin` at a later step reads and discards what
+    precedes it. The stream may shuffle and augment with the default random generators: they are seeded
+    by (seed, epoch) for the stream alone.
     """
 
     can_have_workers: bool = False
@@ -163,7 +163,7 @@ class StreamLoader(StepLoader):
         if self._held is None or self._held.step.index != index:
             if self._reader.next_index > index:
                 self._reader = _Reader(self._dataset, self._steps, self._seed)
-            self.commit()  # before the next is read: two would double the memory
+            self.commit()  # before the next is read: holding two would double the memory
             while self._reader.next_index < index:
                 if self._reader.read() is None:
                     return None
@@ -184,13 +184,13 @@ class StreamLoader(StepLoader):
 
 @final
 class _Reader:
-    """Reads a stream from its first epoch on, as global steps."""
+    """Reads a stream, starting with its first epoch, as a sequence of global steps."""
 
     def __init__(self, dataset: Any, steps: Steps, seed: int) -> None:
         self._dataset = dataset
         self._steps = steps
         self._seed = seed
-        self.next_index = 0  # of a step
+        self.next_index = 0  # index of the next step
         self._taken = 0  # samples in the steps so far
         self._epoch = -1
         self._reading: Reading | None = None  # of this epoch; None between epochs
@@ -198,7 +198,7 @@ class _Reader:
         self._buffer: deque[Any] = deque()
 
     def read(self) -> _Held | None:
-        """The next step; None when training is over."""
+        """Returns the next step; None when training is over."""
         steps = self._steps
         if steps.steps is not None and self.next_index >= steps.steps:
             return None
@@ -237,20 +237,21 @@ class _Reader:
         return _Held(step, samples, spans)
 
     def _limit(self, taken: int) -> int:
-        """Samples of the step that starts when `taken` are taken, if the stream has them."""
+        """Returns the maximum number of samples in the step that starts after `taken` samples."""
         samples = self._steps.samples
         size = self._steps.target(self.next_index, taken)
         return min(size, samples - taken if samples is not None else 1 << 62)
 
     def _at_end(self, taken: int) -> bool:
-        """Whether the epoch has no further sample that training uses. Looks ahead by one sample, or
-        with last="drop" by a step: a rest that does not fill one is no part of the epoch."""
+        """Returns whether the epoch has no further sample that training uses. Looks ahead by one
+        sample, or with last="drop" by one step: a remainder that does not fill a step is not part of
+        the epoch."""
         ahead = max(1, self._limit(taken)) if self._steps.last == "drop" else 1
         self._fill(ahead)
         return len(self._buffer) < ahead
 
     def _open(self) -> bool:
-        """Starts the next epoch; False if it was the last one."""
+        """Starts the next epoch; returns False if there is none."""
         self._epoch += 1
         if self._steps.epochs is not None and self._epoch >= self._steps.epochs:
             return False
@@ -265,7 +266,7 @@ class _Reader:
         return True
 
     def _fill(self, count: int) -> None:
-        """Reads until `count` samples are in the buffer, or the epoch's stream has ended."""
+        """Reads until the buffer holds `count` samples, or the stream of the epoch has ended."""
         if self._reading is not None and len(self._buffer) < count:
             self._reading.read(self._buffer, count - len(self._buffer))
 
@@ -286,7 +287,7 @@ class _Reader:
 
 
 def _places(spans: Sequence[Span], part: range, gaps: Sequence[int]) -> list[Place]:
-    """The samples `part` of a step made of `spans`, without `gaps`."""
+    """Returns the samples `part`, without `gaps`, of a step made of `spans`."""
     return [place for whole in around(part, gaps) for place in _places_in(spans, whole)]
 
 

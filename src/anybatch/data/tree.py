@@ -1,15 +1,15 @@
-"""Tree: the parts of a step, added up in one order wherever they were computed.
+"""Tree reduction: adds up the parts of a step in the same order wherever they are computed.
 
-Part number 0 to n - 1 are the leaves of a binary tree whose nodes always halve at powers of two:
+Parts 0 to n - 1 are the leaves of a binary tree that is always split at powers of two:
 
     parts        0   1   2   3   4   5        6 parts
     level 1      (0+1)   (2+3)   (4+5)
-    level 2      ((0+1)+(2+3))     |          a node without a right half is its left one
+    level 2      ((0+1)+(2+3))     |          a node without a right half equals its left half
     root         (((0+1)+(2+3))+(4+5))
 
-Whoever has parts that follow one another can add up the nodes that lie in them whole, and from such
-nodes, in their order, the root can be found. Floating-point sums are the same to the bit, since every
-sum of two is made of the same two.
+A rank with consecutive parts can add up all nodes that lie entirely within them, and the root can be
+computed from such nodes, in their order. Floating-point sums are bitwise equal, since every addition
+has the same two operands.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Parts `number << level` up to `(number + 1) << level`, as far as there are such."""
+    """Parts `number << level` up to `(number + 1) << level` (exclusive), as far as they exist."""
 
     level: int
     number: int
@@ -35,14 +35,14 @@ class Node:
 def join(
     stack: list[tuple[Node, T]], node: Node, value: T, num_parts: int, add: Callable[[T, T], T]
 ) -> None:
-    """Put `node` on top of a `stack` of nodes, and join what has come to be whole.
+    """Pushes `node` onto a `stack` of nodes, and joins nodes that are complete.
 
     Args:
-        stack: nodes that follow one another, each with its sum; `node` follows the last.
-        node: a part has the level 0.
-        value: its sum.
-        num_parts: of the step.
-        add: makes the sum of two, the left one first. May write into either.
+        stack: consecutive nodes, each with its sum; `node` follows the last one.
+        node: the node to push; a part has the level 0.
+        value: the sum of `node`.
+        num_parts: number of parts in the step.
+        add: adds two sums, the left one first. May write into either.
     """
     top = (num_parts - 1).bit_length()
     while node.level < top:
@@ -58,18 +58,18 @@ def join(
 
 
 def nodes_of(parts: range, num_parts: int) -> tuple[Node, ...]:
-    """The nodes that are left of `parts` when all of them are joined."""
+    """Returns the nodes that remain of `parts` when all of them are joined."""
     *_, last = ((), *_growing(parts, num_parts))
     return last
 
 
 def most_kept(parts: range, num_parts: int) -> int:
-    """The most nodes that are on the stack while another of `parts` is computed."""
+    """Returns the largest number of nodes on the stack while another of `parts` is computed."""
     return max(map(len, _growing(parts[:-1], num_parts)), default=0)
 
 
 def _growing(parts: range, num_parts: int) -> Iterator[tuple[Node, ...]]:
-    """The nodes on the stack after each of `parts`."""
+    """Yields the nodes on the stack after each of `parts`."""
     stack: list[tuple[Node, None]] = []
     for part in parts:
         join(stack, Node(0, part), None, num_parts, lambda left, right: None)
@@ -78,11 +78,11 @@ def _growing(parts: range, num_parts: int) -> Iterator[tuple[Node, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The most sums that wait in any step of a run, full or smaller.
+    """The largest number of pending sums in any step of a run, full or smaller.
 
     Attributes:
-        kept: by rank, those that wait while others are computed.
-        slots: those that one rank tells the others.
+        kept: by rank, the sums that are held while others are computed.
+        slots: the sums that one rank sends to the others.
     """
 
     kept: tuple[int, ...]
@@ -90,7 +90,7 @@ class Waiting:
 
     @classmethod
     def of(cls, num_parts: int, shares: Sequence[float | int]) -> Waiting:
-        """Of steps of up to so many parts."""
+        """Returns the maximum over steps of up to `num_parts` parts."""
         kept, slots = [0] * len(shares), 0
         for count in range(1, num_parts + 1):
             for rank in range(len(shares)):
@@ -101,12 +101,12 @@ class Waiting:
 
 
 def part_at(position: int, num_samples: int, part: int) -> int:
-    """The part of a step of so many samples that has the one at `position`."""
+    """Returns the part that contains the sample at `position`, in a step of `num_samples` samples."""
     return min(position // part, num_units(num_samples, part) - 1)
 
 
 def parts_of_rank(num_samples: int, part: int, shares: Sequence[float | int], rank: int) -> range:
-    """The parts that `rank` takes of a step of so many samples."""
+    """Returns the parts that `rank` takes of a step of `num_samples` samples."""
     own = share(num_samples, shares, rank, part)
     if not own:
         return range(0)

@@ -1,14 +1,15 @@
-"""Worker processes that fetch ahead: torch's `DataLoader`, with failures that name samples.
+"""Worker processes that prefetch batches: torch's `DataLoader`, with errors that name samples.
 
 The unit of work is a whole micro-batch, fetched and collated in the worker. Each worker keeps two
-numbers in shared memory, the request that it is at and how many samples it has loaded:
+numbers in shared memory, its current request and the number of samples it has loaded:
 
     worker 0   request 4, 17 samples loaded     <- next() waits for request 4
     worker 1   request 5,  9 samples loaded
 
-So a worker that has died, or hangs (a file system that does not answer), is reported with the samples
-that it was loading. Workers hang if none of them has loaded a sample for `DEADLINE_SECONDS` while a
-batch is waited for. A worker ends by itself when the process that trains is gone, however it went.
+A worker that has died, or hangs (a file system that does not respond), is therefore reported with the
+samples that it was loading. Workers are considered hung if none of them has loaded a sample for
+`DEADLINE_SECONDS` while a batch is awaited. A worker exits by itself when the training process is gone,
+for whatever reason.
 """
 
 from __future__ import annotations
@@ -37,18 +38,19 @@ from anybatch.errors import DataError
 from anybatch.oom import is_memory_error
 
 DEADLINE_SECONDS = 240.0
-"""How long a batch is waited for while no worker loads any sample. Less than the watchdog of a rank
-waits, so that the samples are named."""
+"""How long to wait for a batch while no worker loads any sample. Shorter than the timeout of a rank's
+watchdog, so that the samples are named."""
 
-_LOOKS = 20  # at the workers, within the deadline
-_MOST_SECONDS = 5.0  # between two looks, so that a death is noticed
-_PARENT_SECONDS = 1.0  # between two looks of a worker at its parent
+_LOOKS = 20  # checks of the workers within the deadline
+_MOST_SECONDS = 5.0  # between two checks, so that a dead worker is noticed
+_PARENT_SECONDS = 1.0  # between two checks of its parent by a worker
 
 _NONE = -1
 
 
 class WorkerTraceback(Exception):
-    """The traceback of a worker process, as text: the cause of an error that was raised there."""
+    """The traceback of a worker process, as text, used as the cause of an error that was raised
+    there."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -59,10 +61,10 @@ class WorkerPool:
     """Fetches the requests of `requests()` in order, a few ahead. `close` ends the processes.
 
     Args:
-        fetch: what workers do.
-        requests: called at each start.
-        num_workers: at least one.
-        pin_memory: make batches ready for asynchronous copies to CUDA devices.
+        fetch: the fetch that workers run.
+        requests: function that returns the requests; called at each start.
+        num_workers: number of processes, at least one.
+        pin_memory: prepare batches for asynchronous copies to CUDA devices.
     """
 
     def __init__(
@@ -77,15 +79,15 @@ class WorkerPool:
         self._loader: DataLoader[Any] | None = None
         self._batches: Any = None
         self._cells: Any = ()
-        self._asked: dict[int, Request] = {}  # by number, those that have not come back
+        self._asked: dict[int, Request] = {}  # by number, those still pending
         self._num_asked = 0
         self._num_waited_for = 0
 
     def restart(self) -> None:
-        """Discard what was fetched ahead and ask `requests()` anew.
+        """Discards prefetched batches and calls `requests()` again.
 
-        Raises `DataError` if the operating system refuses what workers need, or `/dev/shm` has no room
-        for what they hand over.
+        Raises `DataError` if the operating system refuses resources that workers need, or `/dev/shm`
+        has no room for their batches.
         """
         if self._loader is None and (first := next(self._requests(), None)) is not None:
             check_shared_memory(self._fetch, first, self._num_workers)
@@ -93,7 +95,7 @@ class WorkerPool:
         self._num_waited_for = self._num_asked
         try:
             with _own_signals(), warnings.catch_warnings():
-                # Whether steps wait for samples is measured, more workers than cores or not.
+                # Waiting for samples is measured: a warning about more workers than cores is redundant.
                 warnings.filterwarnings("ignore", "This DataLoader will create")
                 self._start()
         except (OSError, MemoryError, RuntimeError) as error:
@@ -111,7 +113,7 @@ class WorkerPool:
             try:
                 self._batches = iter(self._loader)
                 return
-            except RuntimeError:  # one has died, or is busy with what is not wanted any more
+            except RuntimeError:  # a worker has died, or is busy with a discarded request
                 self._kill()
         self._cells = RawArray("q", [_NONE, 0] * self._num_workers)
         self._loader = DataLoader(
@@ -124,23 +126,23 @@ class WorkerPool:
             pin_memory=self._pin_memory,
             worker_init_fn=_at_start,
             timeout=min(_MOST_SECONDS, DEADLINE_SECONDS / _LOOKS),
-            # Otherwise every start would draw from the generator that training draws from.
+            # Otherwise every start would draw from the generator that training uses.
             generator=torch.Generator(device="cpu"),
         )
         self._batches = iter(self._loader)
 
     def next(self) -> Any:
-        """The next batch.
+        """Returns the next batch.
 
-        Raises what its fetch raised (`DataError`, or `MemoryError`), and `DataError` if a worker has
-        died, or hangs.
+        Raises the error of its fetch (`DataError`, or `MemoryError`), and `DataError` if a worker has
+        died or hangs.
         """
         try:
             batch = self._waited_for()
         except Exception as error:
             if not (is_memory_error(error) and str(error).startswith("Caught ")):
                 raise
-            # torch puts the worker's whole traceback into the text; what was refused is at its end.
+            # torch puts the worker's whole traceback into the text; its last line is the error itself.
             raise MemoryError(
                 "a worker process that loads samples, which is under no budget, was refused memory"
                 f" ({str(error).splitlines()[-1]}): use fewer num_workers, or num_workers=0"
@@ -157,7 +159,7 @@ class WorkerPool:
         while True:
             try:
                 return next(self._batches)
-            # The latter where a worker died after it had said that its batch is there.
+            # All but RuntimeError: a worker died after it had announced its batch.
             except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
                 text = str(error)
                 if isinstance(error, RuntimeError) and not text.startswith("DataLoader "):
@@ -198,7 +200,8 @@ class WorkerPool:
         )
 
     def _doing(self, workers: Sequence[int]) -> str:
-        """The samples of the request that the first of `workers` is at; empty: not known."""
+        """Describes the samples in the current request of the first of `workers` that has one; empty if
+        there is none."""
         for worker in workers:
             request = self._asked.get(self._cells[2 * worker], ())
             names = [(piece.epoch, index) for piece in request for index in piece.indices.tolist()]
@@ -207,17 +210,18 @@ class WorkerPool:
         return ""
 
     def _kill(self) -> None:
-        """With one gone, torch cannot use the others, and one that hangs would not hear of its end."""
+        """Kills all workers: without one of them torch cannot use the others, and a worker that hangs
+        does not react to a shutdown."""
         for process in self._batches._workers:
             process.kill()
         self.close()
 
     def close(self) -> None:
-        """End the processes; `restart` would start new ones."""
+        """Ends the processes; `restart` would start new ones."""
         batches, self._batches, self._loader = self._batches, None, None
         if batches is None:
             return
-        # Letting go of the iterator would do, but for a traceback that holds it after an error.
+        # Dropping the iterator is not enough: after an error, a traceback may keep it alive.
         batches._shutdown_workers()
         for queue in batches._index_queues:  # torch does not wait for their threads
             if queue._thread is not None:
@@ -232,7 +236,8 @@ class WorkerPool:
 
 
 class _Failure(NamedTuple):
-    """A `DataError` on its way out of a worker; `DataLoader` would add a traceback to its text."""
+    """A `DataError` returned by a worker; if it were raised, `DataLoader` would add a traceback to its
+    text."""
 
     error: DataError
     trace: str
@@ -240,7 +245,7 @@ class _Failure(NamedTuple):
 
 @final
 class _Served(Dataset[Any]):
-    """A fetch in the shape `DataLoader` asks for: the key of an item is a whole request."""
+    """A fetch wrapped as a data set for `DataLoader`: the key of an item is a whole request."""
 
     def __init__(self, fetch: SampleFetch, cells: Any) -> None:
         self._fetch = fetch
@@ -274,12 +279,12 @@ class _Requests:
 
 
 def _at_start(_worker: int) -> None:
-    """Run in a worker when it starts. torch's workers look at their parent between two batches only, so
-    one that hangs would outlive a parent that was killed."""
-    # Under "forkserver" this is the server, which ends with the process that trains.
+    """Runs in a worker when it starts. torch's workers check their parent only between two batches, so
+    a worker that hangs would outlive a parent that was killed."""
+    # With "forkserver" this is the server, which ends with the training process.
     threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
-    # The first tensor that is handed over starts a thread, which a worker would wait for without end if
-    # it was refused memory: see `process.threads`.
+    # Sending the first tensor starts a thread. If it were refused memory, the worker would wait for it
+    # forever: see `process.threads`.
     ForkingPickler.dumps(torch.zeros(1))
 
 
@@ -291,8 +296,9 @@ def _watch(parent: int) -> None:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Around the start of workers. torch would have the main thread raise an error wherever it is when
-    a worker dies: between two ranks' halves of a collective, say. Here `next` finds out."""
+    """Restores the SIGCHLD handler after workers are started. torch's handler would make the main
+    thread raise an error at an arbitrary point when a worker dies, for example between two ranks'
+    halves of a collective. Here `next` detects it."""
     number = getattr(signal, "SIGCHLD", None)
     if number is None or threading.current_thread() is not threading.main_thread():
         yield

@@ -1,6 +1,6 @@
-"""doctor: examine this machine, report what is wrong with it and how to repair it.
+"""Diagnosis of this machine: reports problems and their remedies.
 
-It has to work where nothing else does, so this package does not import torch. Everything is examined in
+The diagnosis must work when nothing else does, so this package does not import torch. All checks run in
 child processes with deadlines, since a broken driver or library may hang or crash.
 """
 

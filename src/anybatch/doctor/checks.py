@@ -1,5 +1,5 @@
-"""Checks: each looks at a part of this machine, judges it, and yields findings. It runs in a child
-process, where it may hang or crash, so what is most likely to comes last."""
+"""The checks. Each examines a part of this machine and yields findings. A check runs in a child
+process, where it may hang or crash, so the parts that are most likely to do so come last."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from anybatch.doctor.finding import Finding, Level
 from anybatch.units import format_bytes
 
 LEAST, TESTED = "2.11", "2.13"
-"""The first version of torch that will do, and the last that anybatch was tested with."""
+"""Minimum version of torch, and latest version that anybatch has been tested with."""
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 _LITTLE = 0.1
-"""Of memory: less is worth a warning where it is free, more where others hold it on a GPU."""
+"""Fraction of memory. Less available memory, or more GPU memory held by others, is a warning."""
 
 _MISSING = "not installed"
 _GET_STARTED = "https://pytorch.org/get-started/locally"
@@ -70,7 +70,7 @@ def packages() -> Iterator[Finding]:
 
 
 def _extra(extra: str, packages: list[tuple[str, str]]) -> Finding:
-    """Optional packages that are installed together."""
+    """The finding for optional packages that are installed together."""
     faults = [found for name, least in packages if (found := _package(name, least, imported=False))]
     missing = {one.name for one in faults if one.value == _MISSING}
     words = (
@@ -96,25 +96,25 @@ def _compiler() -> Finding:
 _REQUIREMENT = re.compile(
     r"([\w.-]+)(?:\[[^]]*\])?\s*(?:>=\s*([\d.]+))?\s*(?:;\s*extra\s*==\s*['\"]([\w-]+)['\"])?\s*"
 )
-"""The forms that pyproject.toml uses."""
+"""The forms of requirements that are used in pyproject.toml."""
 
 
 def parse(requirements: list[str]) -> list[tuple[str, str, str]]:
-    """(name, least version, extra) of these requirements, without those for development."""
+    """(name, minimum version, extra) of each requirement, except those for development."""
     matches = filter(None, map(_REQUIREMENT.fullmatch, requirements))
     found = [(match[1], match[2] or "", match[3] or "") for match in matches]
     return [one for one in found if one[2] != "dev"]
 
 
 def is_before(version: str, other: str) -> bool:
-    """Whether `version` is an earlier one, if both can be read: `2.13.0+cpu` is (2, 13)."""
+    """Whether `version` is earlier than `other`, if both can be parsed: `2.13.0+cpu` is (2, 13)."""
     found = [re.match(r"\d+(?:\.\d+)*?(?=(?:\.0+)*(?![.\d]))", one) for one in (version, other)]
     one, two = ([*map(int, it[0].split("."))] if it else [] for it in found)
     return bool(one and two) and one < two
 
 
 def _package(name: str, least: str, imported: bool = True) -> Finding | None:
-    """What is wrong with a package. torch, which may crash, has a check of its own."""
+    """The problem with a package, or None. torch, which may crash, has a separate check."""
     install = f"pip install '{name}{'>=' * bool(least)}{least}'"
     version = "broken"
     try:
@@ -133,7 +133,7 @@ def _package(name: str, least: str, imported: bool = True) -> Finding | None:
 
 
 def _with_folder(version: str, folder: str) -> str:
-    """The version of a package, and its folder unless that is the interpreter's own."""
+    """The version of a package, and its folder unless it belongs to the interpreter."""
     return version if folder.startswith(sys.prefix) else f"{version}, {folder}"
 
 
@@ -153,13 +153,13 @@ _CAUSES = (
         f"several versions are mixed: unset LD_LIBRARY_PATH and LD_PRELOAD, or {_REINSTALL}",
     ),
 )
-"""What the loader of libraries says, and what to do."""
+"""(pattern, remedy): remedies by a pattern in the error of importing torch."""
 
 
 def torch() -> Iterator[Finding]:
     try:
         import torch
-    except Exception as error:  # half an installation raises anything
+    except Exception as error:  # a partial installation may raise anything
         fault = first_line(error)
         remedy = next((it for words, it in _CAUSES if re.search(words, fault)), _REINSTALL)
         yield Finding("torch", "cannot be imported", "problem", fault.rstrip("."), remedy)
@@ -190,10 +190,10 @@ def torch() -> Iterator[Finding]:
 
 
 def _build(torch: Any) -> Iterator[str]:
-    """How torch was built, and how many threads it uses on the CPU."""
+    """How torch was built, and the number of threads that it uses on the CPU."""
     cuda, hip = torch.version.cuda, torch.version.hip
     yield f"for CUDA {cuda}" if cuda else f"for ROCm {hip}" if hip else "for CPUs"
-    with suppress(Exception):  # a cuDNN that is not the one that torch was built with
+    with suppress(Exception):  # a cuDNN other than the one that torch was built with
         if found := torch.backends.cudnn.version():
             yield f"cuDNN {found}"
     yield torch.backends.cpu.get_cpu_capability()
@@ -204,7 +204,7 @@ def _build(torch: Any) -> Iterator[str]:
 
 
 def _usable(torch: Any) -> Finding:
-    """The devices that torch can use."""
+    """The finding for the GPUs that torch can use."""
     name, fault = "torch and CUDA" if torch.version.cuda else "torch and ROCm", ""
     try:
         torch.cuda.init()
@@ -221,7 +221,7 @@ def _usable(torch: Any) -> Finding:
 
 
 def training_steps() -> Iterator[Finding]:
-    """Two small ones on each device."""
+    """Run two small training steps on each device."""
     import torch
 
     for device in ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))):
@@ -229,8 +229,8 @@ def training_steps() -> Iterator[Finding]:
 
 
 def training_step(device: str) -> Finding:
-    """Two steps of training on a device, whose result is known to the last bit: the loss is linear in
-    the weights, so each step moves them by the rate times the sums of the columns of the samples."""
+    """Run two training steps on a device, and check the exact result: the loss is linear in the
+    weights, so each step changes them by the learning rate times the column sums of the samples."""
     import torch
 
     name, fault, expected = f"steps on {device}", "", [-3.0, -5.0, -7.0, -9.0]
@@ -268,7 +268,7 @@ def training_step(device: str) -> Finding:
 
 
 def gpus() -> Iterator[Finding]:
-    """NVIDIA's GPUs as NVML shows them, whatever `CUDA_VISIBLE_DEVICES` hides."""
+    """NVIDIA GPUs as reported by NVML, including those hidden by `CUDA_VISIBLE_DEVICES`."""
     try:
         import pynvml
 
@@ -293,7 +293,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def gpus_on_bus(sys: str = "/sys") -> int:
-    """Display controllers of NVIDIA on the PCI bus, which are known without a driver."""
+    """Number of NVIDIA display controllers on the PCI bus, which is known without a driver."""
 
     def text(path: Path) -> str:
         with suppress(OSError):
@@ -307,7 +307,7 @@ def gpus_on_bus(sys: str = "/sys") -> int:
 
 
 def gpus_here() -> int:
-    """GPUs of NVIDIA: those of the driver, or without one those on the bus."""
+    """Number of NVIDIA GPUs: from the driver, or from the PCI bus if the driver cannot be reached."""
     try:
         import pynvml
 
@@ -489,8 +489,8 @@ def _shm() -> Finding:
 
 
 def _enforcement(num_bytes: int = 32 << 20) -> Finding:
-    """Whether the kernel measures peaks, by which budgets on a CPU are enforced: begin a new peak, fill
-    `num_bytes`, free them, and read it."""
+    """Whether the kernel measures memory peaks, which are used to enforce budgets on a CPU: reset the
+    peak, fill `num_bytes`, free them, and read the peak."""
     from anybatch.process.process_memory import reset_peak, status
 
     fault = "the kernel does not begin a new peak of the memory of a process when it is asked to"
@@ -517,7 +517,7 @@ _BY_FILES = "ranks are started with the help of files there"
 
 
 def folders() -> Iterator[Finding]:
-    """The folders that are written to, each tested by writing to it."""
+    """The folders that anybatch writes to, each tested by writing to it."""
     from anybatch.process.files import cache_folder
 
     runs, elsewhere = "runs go there without --out", "give --out, or train elsewhere"
@@ -535,7 +535,7 @@ def _temporary() -> Path:
 def _folder(
     name: str, find: Callable[[], Path], least: int, level: Level, meaning: str, remedy: str
 ) -> Finding:
-    """Where it does not exist yet, the folder in which it would be made is tested."""
+    """Test a folder. If it does not exist yet, the folder in which it would be created is tested."""
     value = "none"
     try:
         folder = find()
@@ -558,7 +558,8 @@ def _folder(
 
 
 def gloo() -> Iterator[Finding]:
-    """Two processes of this machine that meet, as ranks do, and add up a tensor."""
+    """The backends of torch.distributed, tested with two processes on this machine that connect as
+    ranks do and sum a tensor."""
     import torch
     from torch import distributed
 
@@ -569,7 +570,7 @@ def gloo() -> Iterator[Finding]:
         if there and getattr(distributed, f"is_{it}_available")()
     ]
     value, count = ", ".join(names) or "none", torch.cuda.device_count()
-    with suppress(Exception):  # another NCCL than torch was built with
+    with suppress(Exception):  # an NCCL other than the one that torch was built with
         from torch.cuda import nccl
 
         version = ".".join(map(str, nccl.version()))
@@ -595,8 +596,9 @@ def gloo() -> Iterator[Finding]:
 
 
 def _meet() -> tuple[str, str]:
-    """What kept two processes from adding up 1 and 2, and the interface that joined them."""
-    if fault := loopback_fault():  # torch would try for long
+    """Let two processes add up 1 and 2. Returns the reason for a failure (empty: none), and the
+    interface that connects the processes."""
+    if fault := loopback_fault():  # torch would retry for a long time
         return f"this machine does not reach itself at 127.0.0.1: {fault}", ""
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder, "store"))
@@ -611,15 +613,15 @@ def _meet() -> tuple[str, str]:
                 found, interface = add_up(0, store)
                 fault = "" if found == 3.0 else f"1 and 2 came to {found:g}"
                 return fault, f" over {interface}" * bool(interface)
-            except Exception as error:  # without the place in the sources of gloo
+            except Exception as error:  # without the location in gloo's source code
                 return re.sub(r"\[enforce fail at .*?\] .*?\. ", "", first_line(error)), ""
             finally:
                 peer.kill()
 
 
 def add_up(rank: int, file: str) -> tuple[float, str]:
-    """The sum over both ranks of their number from 1, and the interface that they are joined by, as
-    `anybatch.launch` joins ranks of one machine."""
+    """The sum of `rank + 1` over both ranks, and the interface that connects them, which is selected as
+    in `anybatch.launch` for ranks on one machine."""
     import torch
     from torch import distributed
 
@@ -640,7 +642,7 @@ def add_up(rank: int, file: str) -> tuple[float, str]:
 
 
 def loopback_fault() -> str:
-    """Why this machine does not reach itself; empty: it does."""
+    """The reason why this machine cannot connect to itself; empty if it can."""
     try:
         with socket.create_server(("127.0.0.1", 0), backlog=1) as listener:
             listener.settimeout(_LOOPBACK_SECONDS)
@@ -652,7 +654,7 @@ def loopback_fault() -> str:
 
 
 def network() -> Iterator[Finding]:
-    """The network of this machine, and what the environment says of ranks and of where they meet."""
+    """The network of this machine, and the environment variables for ranks and their rendezvous."""
     import psutil
 
     if fault := loopback_fault():
@@ -692,12 +694,12 @@ def _name_fault(name: str) -> str:
 
 
 def _named_interface(variable: str, there: list[str]) -> Iterator[Finding]:
-    """An interface that is chosen by a variable has to exist."""
+    """Check that interfaces selected by a variable exist."""
     text = os.environ.get(variable, "")
-    if not text or text[0] in "^=":  # NCCL has a language of its own
+    if not text or text[0] in "^=":  # special syntax of NCCL
         return
     for name in text.split(","):
-        begins = variable == "NCCL_SOCKET_IFNAME"  # to NCCL it is how a name begins
+        begins = variable == "NCCL_SOCKET_IFNAME"  # NCCL matches prefixes
         if not any(one == name or (begins and one.startswith(name)) for one in there):
             meaning = f"no interface {name!r} is up here; there are {', '.join(there) or 'none'}"
             remedy = "name one of them, or unset it: anybatch finds the way by itself"
@@ -705,7 +707,7 @@ def _named_interface(variable: str, there: list[str]) -> Iterator[Finding]:
 
 
 def _started() -> tuple[int | None, Finding]:
-    """The rank that the environment gives to this process, and by whom it was started."""
+    """The rank of this process according to the environment, and a finding with its launcher."""
     from anybatch.errors import InputError
     from anybatch.launch.membership import find
 
@@ -723,7 +725,7 @@ def _started() -> tuple[int | None, Finding]:
 
 
 def _meeting(rank: int | None) -> Iterator[Finding]:
-    """Where ranks are to meet, if the environment says so."""
+    """Check the address at which ranks meet, if the environment specifies it."""
     from anybatch.launch.network import is_free, is_here
 
     host, text = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
@@ -736,7 +738,7 @@ def _meeting(rank: int | None) -> Iterator[Finding]:
         remedy = "correct it, or give the address of rank 0's machine"
         yield Finding("MASTER_ADDR", repr(host), "problem", meaning, remedy, "environment")
         return
-    # Rank 0 listens there, or for it the agent behind torchrun; for others somebody has to.
+    # Rank 0, or torchrun's agent in its place, listens on the port; for other ranks it must be in use.
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if port and not rank and not by_agent and (not host or is_here(host)) and not is_free(port):
         level: Level = "warning" if rank is None else "problem"
@@ -751,10 +753,11 @@ _ON = r"(?i)(?!\s*(0|false|off|no|n)?\s*$).*"
 
 
 class Rule(NamedTuple):
-    """A variable and the values that lead to a finding.
+    """An environment variable, and the values that lead to a finding.
 
     Attributes:
-        values: regular expression for the whole value; by default any value that switches it on.
+        values: regular expression that matches the whole value; by default, any value that enables the
+            variable.
     """
 
     name: str
@@ -798,7 +801,7 @@ _SHOWN = {
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
 }
-"""Variables that are shown, as are NCCL's. No other value is read here."""
+"""Variables that are shown, in addition to those of NCCL. No other values are used here."""
 
 
 def environment() -> Iterator[Finding]:

@@ -1,8 +1,8 @@
-"""Examine: run the checks in child processes with deadlines, since a broken driver or library may
-hang or crash.
+"""Runs the checks in child processes with deadlines, since a broken driver or library may hang or
+crash.
 
-A child prints each finding as a line of JSON as soon as it has it. What came before a crash is kept,
-and the crash is a finding, too.
+A child prints each finding immediately as a line of JSON. Findings before a crash are kept, and the
+crash itself is reported as a finding.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from anybatch.doctor import checks
 from anybatch.doctor.finding import Finding, Level, Report
 
 _GRACE_SECONDS = 2.0
-"""A process that a driver holds in the kernel does not end even when it is killed."""
+"""Time to wait for a killed process: one that is blocked in the kernel by a driver does not end."""
 
 
 class Check(NamedTuple):
-    """A function of `checks`.
+    """Properties of a check function in `checks`.
 
     Attributes:
-        group: that its findings are in.
-        seconds: deadline, far above what it takes on a healthy machine.
-        level, remedy: of the finding if it does not come to its end.
+        group: title of the group of its findings.
+        seconds: deadline, far above its duration on a healthy machine.
+        level, remedy: level and remedy of the finding that is reported if the check does not finish.
     """
 
     group: str
@@ -56,7 +56,7 @@ CHECKS = {
     "folders": Check("Folders", 15, "problem", "check the disk of this folder (df)"),
     "environment": Check("Environment", 10, "warning", "report it, with what --json prints"),
 }
-"""By the name of the function, in the order in which findings are shown."""
+"""Checks by the name of their function, in the order in which findings are shown."""
 
 _REMEDIES = (
     (r"ImportError|ModuleNotFoundError", "reinstall the package that is named"),
@@ -67,13 +67,13 @@ _REMEDIES = (
     ("SIGILL", "install a build of torch for this CPU: it lacks instructions that this one uses"),
     ("SIGKILL", "check free memory and its limits: the kernel kills processes that exceed them"),
 )
-"""For words of why a check did not come to its end."""
+"""(pattern, remedy): remedies by a pattern in the reason why a check did not finish."""
 
 
 def examine() -> Report:
-    """Check this machine, as far as it concerns training. Takes a few seconds on a healthy machine, and
-    less than the sum of the deadlines in any case."""
-    found = run(["gpus"])  # before steps of training, which hold some of their memory
+    """Check everything on this machine that concerns training. Takes a few seconds on a healthy
+    machine, and less than the sum of the deadlines in any case."""
+    found = run(["gpus"])  # before the training steps, which occupy GPU memory
     found |= run(["packages", "torch", "cores_and_memory", "network", "folders", "environment"])
     if not any(one.name == "torch" and one.level == "problem" for one in found["torch"]):
         found |= run(["training_steps", "gloo"])
@@ -84,7 +84,7 @@ def examine() -> Report:
 
 
 def run(names: Sequence[str]) -> dict[str, list[Finding]]:
-    """The findings of these checks, each by a child process of its own, all at a time."""
+    """Run these checks concurrently, each in its own child process, and return their findings."""
     code = "from anybatch.doctor.examine import child; child()"
     began = time.monotonic()
     processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -110,8 +110,8 @@ def run(names: Sequence[str]) -> dict[str, list[Finding]]:
 
 
 def child() -> None:
-    """The child process: run the check that its argument names. What libraries print goes to standard
-    error."""
+    """Entry point of the child process: run the check named by its argument. Output of libraries is
+    redirected to standard error."""
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     end = {"why": ""}
@@ -139,7 +139,7 @@ def _answer(name: str, process: subprocess.Popen[bytes], began: float) -> list[F
             output, errors = error.output or b"", error.stderr or b""
     found: list[Finding] = []
     for line in output.splitlines():
-        with contextlib.suppress(ValueError):  # half a line
+        with contextlib.suppress(ValueError):  # an incomplete line
             answer = json.loads(line)
             if "why" not in answer:
                 found.append(Finding(**answer))
@@ -166,7 +166,7 @@ def _unfinished(name: str, why: str) -> Finding:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill it with all processes that it has started."""
+    """Kill the process and, except on Windows, all processes that it has started."""
     with contextlib.suppress(OSError):
         if sys.platform == "win32":
             process.kill()

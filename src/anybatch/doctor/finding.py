@@ -1,5 +1,5 @@
-"""Finding: one thing that was checked, its value, and if something is wrong, the remedy. `Report`: all
-findings in groups, for the terminal and as JSON."""
+"""The results of the checks. `Finding`: one checked item, its value and, if something is wrong, the
+remedy. `Report`: all findings in groups, for the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _MEANING_INDENT, _VALUE_INDENT = 11, 31
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found.
+    """The result of checking one item.
 
     Attributes:
-        name: what was checked.
-        value: what it is.
-        level: see `Level`.
-        meaning: what follows from it; empty where all is well.
-        remedy: what to do; empty where there is nothing to do.
-        place: where the value comes from, unless the name says so.
+        name: name of the checked item.
+        value: its value.
+        level: severity, see `Level`.
+        meaning: consequence of the value; empty if nothing is wrong.
+        remedy: how to fix it; empty if there is nothing to do.
+        place: source of the value, if not clear from the name.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Finding:
 
     @property
     def sentence(self) -> str:
-        """Meaning and remedy; empty where there is neither."""
+        """Meaning and remedy as a sentence; empty if there is neither."""
         text = ": ".join(filter(None, (self.meaning, self.remedy)))
         return f"{text[:1].upper()}{text[1:]}." if text else ""
 
@@ -57,11 +57,11 @@ class Report:
     groups: dict[str, list[Finding]]
 
     def named(self, level: Level) -> list[str]:
-        """The names of the findings of a level, in order."""
+        """The names of the findings with this level, in order."""
         return [one.name for group in self.groups.values() for one in group if one.level == level]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: the number of findings of each level, and the findings."""
+        """The report as JSON data: the number of findings of each level, and the findings."""
         return {
             "counts": {level: len(self.named(level)) for level in reversed(_STYLES)},
             "findings": [
@@ -72,7 +72,8 @@ class Report:
         }
 
     def print(self, console: Console) -> None:
-        """Print groups of rows, and below each row that is not well its meaning and remedy."""
+        """Print the findings in groups, one row each, with meaning and remedy below the row if there is
+        a meaning."""
         for title, findings in self.groups.items():
             if findings:
                 console.print(title, style="bold")
@@ -106,7 +107,7 @@ def _print(finding: Finding, console: Console) -> None:
 
 
 def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Lines of whole words, so that commands and paths can be copied."""
+    """Wrap `text` without breaking words, so that commands and paths can be copied."""
     return textwrap.wrap(
         *(text, width),
         initial_indent=indent,

@@ -1,4 +1,4 @@
-"""The step: what a plan says, done; and done again when memory runs out."""
+"""Engine: runs the global step that a plan describes, and redoes it when memory runs out."""
 
 from anybatch.engine.bad_sample_search import OneByOne as OneByOne
 from anybatch.engine.balance import Balance as Balance

@@ -1,14 +1,16 @@
-"""Blame: which samples a loss that is not finite comes from, or a gradient.
+"""Bad sample search: finds the samples that make a loss or a gradient non-finite.
 
-One bad sample makes the loss of its whole micro-batch NaN, and where BatchNorm looks across samples
-their statistics too. So each sample of such a micro-batch is judged alone, by the model in evaluation
-mode with the weights and buffers of the step before: there samples do not see each other and nothing
-is drawn at random, so the verdict is a function of the sample and the weights, under every plan.
+One bad sample makes the loss of its whole micro-batch NaN and, where BatchNorm computes statistics
+across samples, those statistics too. So each sample of such a micro-batch is evaluated alone, by the
+model in evaluation mode with the weights and buffers of the previous step. In that mode samples do not
+affect each other and nothing is drawn at random, so the verdict depends on the sample and the weights
+only, and is the same under every plan.
 
-Where the loss compares samples, none has one alone, and each is judged by what it is encoded to.
+If the loss compares samples, a single sample has no loss, and each is judged by its encoding.
 
-A model that cannot be judged so (in evaluation mode it computes no loss, say) blames nobody. Nor are
-gradients judged where ranks meet inside passes: none of them has one by itself.
+If the model cannot be evaluated this way (for example, because it computes no loss in evaluation mode),
+no sample is blamed. Gradients are not checked if ranks synchronize inside passes, since no rank has a
+complete gradient by itself.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ from anybatch.task import JointLoss, LossFunction
 
 @final
 class OneByOne:
-    """Judges the samples of micro-batches, each alone.
+    """Evaluates the samples of micro-batches one at a time.
 
     Args:
-        replica: the model, and the precision that it computes in.
+        replica: the model and the precision it computes in.
         group: the ranks.
         loss: see `Task`.
     """
@@ -46,8 +48,8 @@ class OneByOne:
         self._judged_by = "encoding" if replica.is_joint else "loss"
 
     def raising(self, number: int, source: Source) -> tuple[Bad, ...]:
-        """The first sample of micro-batch `number` for which model or loss raise an error though it is
-        alone; none if they do for others too."""
+        """Returns the first sample of micro-batch `number` for which the model or the loss raises an
+        error when evaluated alone; empty if nothing shows that other samples succeed."""
         if self._group.lockstep:
             return ()
         found: list[Bad] = []
@@ -66,8 +68,8 @@ class OneByOne:
         return ()
 
     def gradients(self, numbers: Sequence[int], source: Source) -> tuple[Bad, ...]:
-        """The samples of this rank's micro-batches `numbers` whose own gradient is not finite, though
-        their loss is."""
+        """Returns the samples of this rank's micro-batches `numbers` whose own gradient is not finite
+        although their loss is."""
         if self._group.lockstep:
             return ()
         found = []
@@ -76,21 +78,22 @@ class OneByOne:
                 for place in _suspects(numbers, source):
                     if not self._replica.gradient_is_finite(self._loss, source.alone(place)):
                         found.append(Bad(place, "its gradient is not finite"))
-        except Exception:  # what is to be told is the gradient of the step, not this
+        except Exception:  # the error to report is the step's gradient, not this one
             return ()
         return tuple(found)
 
     def losses(self, numbers: Sequence[int], source: Source) -> tuple[Bad, ...]:
-        """The samples of this rank's micro-batches `numbers` whose own loss is not finite. Every rank
-        calls it, each with its own numbers."""
+        """Returns the samples of this rank's micro-batches `numbers` whose own loss is not finite.
+        Every rank must call it, with its own numbers."""
         suspects = _suspects(numbers, source)
         group = self._group
         if not group.lockstep:
             try:
                 return self._judged(suspects, source)
-            except Exception:  # what is to be told is the loss, not this
+            except Exception:  # the error to report is the loss, not this one
                 return ()
-        # Ranks meet inside passes, so all run as many. Whoever has nobody to judge runs any sample.
+        # Ranks synchronize inside passes, so all must run the same number of passes: a rank with fewer
+        # suspects runs an arbitrary sample in the others.
         idle = max(group.exchange(len(suspects))) - len(suspects)
         anyone = suspects[:1] or list(source.places(0)[:1])
         found: tuple[Bad, ...] | None = None

@@ -1,12 +1,13 @@
-"""Ranks of unequal speed: shares that follow it, and a word on one that has become slow.
+"""Balance: shares that follow the speed of the ranks, and detection of slow ranks.
 
-Ranks wait for the slowest one at the end of every step. What a step costs under other shares follows
-from how much each rank does in a second, so shares in proportion to that make all ranks end together.
-The result of training does not depend on shares; they are changed only when it pays for several steps
-in a row, since every change is a new cut of the data.
+Ranks wait for the slowest one at the end of every step. The duration of a step under other shares
+follows from each rank's throughput, so shares proportional to throughput make all ranks finish at the
+same time. The result of training does not depend on the shares. They are changed only when it pays off
+for several consecutive steps, since every change partitions the data anew.
 
-One slow step is no slow rank: a page that was not cached, a neighbour on the machine. A rank is
-reported once it has been slow in many steps in a row, and the others have lost some time by it.
+A single slow step does not make a slow rank: a page may not have been cached, or another process may
+have used the machine. A rank is reported once it has been slow in many consecutive steps and has cost
+the other ranks some time.
 """
 
 from __future__ import annotations
@@ -17,36 +18,36 @@ from statistics import median
 from typing import final
 
 _APART = 1.1
-"""The slowest rank has to take this much longer than the fastest before shares are changed."""
+"""Shares are changed only if the slowest rank takes at least this many times as long as the fastest."""
 
 _PAYS = 1.03
-"""The step has to be this much longer than under the new shares, which whole samples (and ghost
-batches) round."""
+"""Shares are changed only if the step takes at least this many times as long as under the new shares,
+which are rounded to whole samples (and ghost batches)."""
 
 _PATIENCE = 5
-"""Steps in a row in which it has to be so: one slow step is no slow rank."""
+"""Consecutive steps in which the imbalance must persist: one slow step does not make a slow rank."""
 
 _SLOW = 1.5
-"""Times the median of the other ranks."""
+"""A rank is slow if it takes at least this many times the median of the other ranks."""
 
 _SLOW_STEPS = 20
-"""Steps in a row."""
+"""Consecutive slow steps before a rank is reported."""
 
 _LOST_SECONDS = 1.0
-"""That the others have waited for it in these steps, together: less is not worth a word."""
+"""Total seconds that the others must have waited for the rank in these steps; less is not reported."""
 
 Cut = Callable[[Sequence[float]], Sequence[int]]
-"""From shares to what each rank has to do of the step at hand: samples, or their total length."""
+"""Maps shares to each rank's amount of work in the current step: samples, or their total length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """New shares.
+    """New shares proposed by `Balance`.
 
     Attributes:
-        shares: the ranks' speeds.
-        seconds: that each rank takes under those so far, in the middle of the steps that were watched;
-            0 without a part.
+        shares: the speeds of the ranks.
+        seconds: time that each rank takes under the current shares, at its median speed in the observed
+            steps; 0 for a rank without samples.
     """
 
     shares: tuple[float, ...]
@@ -54,7 +55,7 @@ class Proposal:
 
 
 class Balance:
-    """Watches the steps of a run and proposes shares."""
+    """Observes the steps of a run and proposes shares."""
 
     def __init__(self) -> None:
         self._speeds: list[list[float]] = []
@@ -62,14 +63,14 @@ class Balance:
     def observe(
         self, cut: Cut, shares: Sequence[float], seconds: Sequence[float]
     ) -> Proposal | None:
-        """Take in one step; None: leave the shares.
+        """Record one step. Returns new shares, or None to keep the current ones.
 
         Args:
-            cut: of the step.
-            shares: that it was done under.
-            seconds: that each rank took for its part.
+            cut: maps shares to the work of this step.
+            shares: shares under which the step was run.
+            seconds: time that each rank took for its part.
 
-        A rank without a part keeps its share of none: nobody knows its speed.
+        The speed of a rank without samples is unknown, so it keeps a share of zero.
         """
         amounts = cut(shares)
         busy = [s for n, s in zip(amounts, seconds, strict=True) if n]
@@ -89,13 +90,13 @@ class Balance:
 
 
 def _seconds(amounts: Sequence[int], speeds: Sequence[float]) -> tuple[float, ...]:
-    """Of each rank."""
+    """Returns the seconds that each rank takes for its amount at its speed."""
     return tuple(n / speed if speed else 0.0 for n, speed in zip(amounts, speeds, strict=True))
 
 
 @final
 class Stragglers:
-    """Watches the times of `size` ranks."""
+    """Detects slow ranks among `size` ranks from their step times."""
 
     def __init__(self, size: int) -> None:
         self._num_slow = [0] * size
@@ -103,10 +104,11 @@ class Stragglers:
         self._told: set[int] = set()
 
     def observe(self, seconds: Sequence[float]) -> list[tuple[int, float, float]]:
-        """Take in one step; the ranks to tell of now, each once: (rank, its seconds, the others').
+        """Record one step. Returns the ranks to report now as (rank, its seconds, median of the
+        others); each rank is reported once.
 
         Args:
-            seconds: that each rank computed; 0: it had nothing to compute, or it is not known.
+            seconds: compute time of each rank; 0 if it had nothing to compute or the time is unknown.
         """
         found: list[tuple[int, float, float]] = []
         for rank, mine in enumerate(seconds):

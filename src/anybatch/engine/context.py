@@ -1,4 +1,4 @@
-"""What the passes of one rank are run with."""
+"""Context: the objects that the passes of one rank share."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from anybatch.parallel import Group
 
 
 class ComputeTimer:
-    """Seconds between begin and end of `running`. On CUDA they are those of the device, and known one
-    step late: reading them at once would wait for it."""
+    """Measures the seconds spent inside `running`. On CUDA this is device time, and is known one step
+    late, since reading it at once would block on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device if device.type == "cuda" else None
@@ -29,7 +29,7 @@ class ComputeTimer:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around what is timed."""
+        """Time the enclosed block."""
         if self._cuda is None:
             begun = time.perf_counter()
             yield
@@ -43,7 +43,7 @@ class ComputeTimer:
 
     @property
     def last_seconds(self) -> float:
-        """The last time that is known; 0 before there is one."""
+        """The latest known time; 0 before the first one."""
         if self._marks is not None and self._marks[1].query():
             begin, end = self._marks
             self._seconds = begin.elapsed_time(end) / 1e3
@@ -51,7 +51,7 @@ class ComputeTimer:
         return self._seconds
 
     def wait(self) -> float:
-        """The last time; waits for the device."""
+        """Returns the latest time; waits for the device."""
         if self._marks is not None:
             self._marks[1].synchronize()
         return self.last_seconds
@@ -59,18 +59,18 @@ class ComputeTimer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassContext:
-    """One replica and what its passes share, in steps and in rehearsals.
+    """One replica and the objects that its passes share, in steps and in rehearsals.
 
     Attributes:
-        replica: model and optimizer.
+        replica: the model and optimizer.
         group: the ranks.
-        device: of the replica.
+        device: device of the replica.
         randomness: how random state follows the steps.
-        limit: the memory budget, entered.
-        meter: of the memory in use.
-        thread: where passes are run.
-        buffers: what forward writes, as it was before the step.
-        timer: of the passes of a step.
+        limit: the memory budget, already entered.
+        meter: measures the memory in use.
+        thread: thread in which passes are run.
+        buffers: state that forward writes, as it was before the step.
+        timer: times the passes of a step.
     """
 
     replica: Replica

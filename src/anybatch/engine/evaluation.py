@@ -1,8 +1,8 @@
-"""Evaluation: the same sums without gradient, over held-out samples, each counted once.
+"""Evaluation: sums of losses and metrics without gradient, over held-out samples, each counted once.
 
-Every rank goes through its own part and then takes part in one vote. If all succeeded, sums and the
-states of metrics are put together; if memory ran out anywhere, all ranks begin again with half the
-batch, so that no sample is counted twice.
+Every rank runs its own part and then takes part in one vote. If all ranks succeeded, the sums and the
+states of metrics are merged. If memory ran out on any rank, all ranks start over with half the batch,
+so that no sample is counted twice.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from anybatch.task import Loss, LossFunction, MetricFunction, MetricsOfTask, sev
 T = TypeVar("T")
 
 Batches = Callable[[int], Iterator[tuple[Any, int]]]
-"""Largest batch size to the rank's part of the held-out samples, as (batch, number of samples): 0 for a
-batch that is only run because other ranks run one."""
+"""Maps the largest batch size to the rank's part of the held-out samples, as (batch, number of
+samples). The number is 0 for a batch that is run only because other ranks run one."""
 
 BatchesFrom = Callable[[int, int], Iterator[tuple[Any, int]]]
-"""The same from a given sample on."""
+"""Like `Batches`, but starts from a given sample."""
 
 Output = Callable[[nn.Module, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What an evaluation found, over all ranks.
+    """Result of an evaluation over all ranks.
 
     Attributes:
-        loss: mean; NaN if nothing was weighed.
-        metrics: by name.
-        samples: how many there were.
+        loss: mean loss; NaN if the total weight is zero.
+        metrics: values by name.
+        samples: number of samples.
     """
 
     loss: float
@@ -66,10 +66,11 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """How a joint loss is evaluated: whatever batches the samples are encoded in, these are compared.
+    """How the encodings of a joint loss are grouped for comparison, independent of the batches in which
+    they were computed.
 
     Attributes:
-        samples: compared at a time, in their order; the last ones may be fewer.
+        samples: number of samples compared at a time, in order; the last group may be smaller.
         interleaved: see `Evaluation.gathered`.
     """
 
@@ -79,11 +80,11 @@ class Together:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one rank has found.
+    """Result of one rank.
 
     Attributes:
         totals: sums, float64.
-        samples: how many it had.
+        samples: number of samples.
         more: what is exchanged once all ranks have succeeded.
     """
 
@@ -94,17 +95,17 @@ class _Part:
 
 
 class Evaluation:
-    """Passes without gradient on one replica, under the batch that a plan has for them.
+    """Runs passes without gradient on one replica, with the evaluation batch of a plan.
 
     Args:
         replica: the model.
         group: the ranks.
-        device: of the replica.
-        thread: where steps are computed.
-        limit: the memory budget, entered.
-        meter: of the memory in use.
-        sink: gets the events of recovery.
-        leave_out: told of bad samples, which `batches` does without from then on; None: they are
+        device: device of the replica.
+        thread: thread in which steps are computed.
+        limit: the memory budget, already entered.
+        meter: measures the memory in use.
+        sink: receives the events of recovery.
+        leave_out: called with bad samples, which `batches` omits from then on; None: bad samples are
             errors.
     """
 
@@ -141,12 +142,12 @@ class Evaluation:
         metrics: MetricsOfTask | None,
         together: Together | None = None,
     ) -> tuple[Measured, Plan]:
-        """Loss and metrics over all held-out samples of all ranks, and the plan, leaner if memory ran
-        out. Every rank calls it. `together`: for a joint loss.
+        """Returns loss and metrics over all held-out samples of all ranks, and the plan, leaner if
+        memory ran out. Every rank must call it. `together`: for a joint loss.
 
         Raises:
             NoPlanFits: there is no room to evaluate a single sample.
-            DataError: a sample is bad, or more are than may be left out.
+            DataError: a sample is bad and may not be left out, or too many samples are bad.
             PeerFailed: another rank raised an error.
         """
         functions, scores = self._split(metrics)
@@ -177,8 +178,8 @@ class Evaluation:
             return Measured(means.loss, _merged(named), int(sum(agreed.notes))), plan
 
     def _compared(self, mine: Any, together: Together) -> Means | list[RankReport]:
-        """Means of a joint loss over the samples of all ranks, of which `mine` are encoded by this one;
-        or what each has to tell, if memory ran out on one."""
+        """Returns the means of a joint loss over the samples of all ranks, where `mine` holds the
+        encodings of this rank; or the reports of all ranks if memory ran out on one."""
         everyone, failed = self._joined(mine, together.interleaved)
         if failed:
             return failed
@@ -189,7 +190,7 @@ class Evaluation:
         return Means(agreed.totals, self._names.common(part.names, agreed))
 
     def _compare(self, encoded: Any, size: int) -> _Part:
-        """This rank's turns among the comparisons of all samples, `size` at a time."""
+        """Run this rank's share of the comparisons over all samples, `size` samples at a time."""
         totals, tensors = Totals(self._device), tensors_in(encoded)
         starts = range(0, len(tensors[0]), size)
         with evaluating(self._replica.model):
@@ -202,11 +203,11 @@ class Evaluation:
     def gathered(
         self, plan: Plan, step: int, batches: Batches, output: Output, interleaved: bool
     ) -> tuple[Any, Plan]:
-        """What `output(model, batch)` returns for the samples of all ranks, in their order, as for one
-        batch, on the host of every rank; and the plan, leaner if memory ran out. Every rank calls it.
+        """Returns what `output(model, batch)` returns for the samples of all ranks, in order, as if for
+        one batch, on the host of every rank; and the plan, leaner if memory ran out. All ranks call it.
 
         Args:
-            interleaved: the ranks' parts are blocks in turn (as of a stream), not one after the other.
+            interleaved: the ranks have interleaved blocks (as in a stream), not consecutive parts.
 
         Raises:
             NoPlanFits: there is no room for a single sample.
@@ -224,7 +225,8 @@ class Evaluation:
             plan = self._make_room(plan, step, found)
 
     def _joined(self, mine: Any, interleaved: bool) -> tuple[Any, list[RankReport]]:
-        """The outputs of all ranks in one; or, if memory ran out on one, what each has to tell."""
+        """Returns the joined outputs of all ranks, and the reports of all ranks if memory ran out on
+        one (else an empty list)."""
         joined: Any = None
         told = RankReport()
         wrong: Exception | None = None
@@ -246,12 +248,12 @@ class Evaluation:
     def outputs(
         self, plan: Plan, step: int, batches: BatchesFrom, output: Output
     ) -> Iterator[tuple[Any, Plan]]:
-        """What `output(model, batch)` returns for batch after batch, on the host, with the plan. This
-        rank by itself.
+        """Yields what `output(model, batch)` returns for each batch, on the host, with the plan. Runs
+        on this rank alone.
 
-        When memory runs out the batch is halved, and the next one begins where the last one ended. Of
-        several ranks the plan stays as it is, since it must be the same on all of them.
-        Raises `NoPlanFits` if there is no room for a single sample.
+        When memory runs out, the batch size is halved, and the next batch starts where the last one
+        ended. With several ranks the plan that is yielded does not change, since it must be the same on
+        all ranks. Raises `NoPlanFits` if there is no room for a single sample.
         """
         done, given = 0, plan
         waits = self._waits if self._group.size == 1 else Waits()
@@ -273,10 +275,11 @@ class Evaluation:
     def _attempt(
         self, work: Callable[[], _Part], skips: bool = False, phase: str = "evaluation"
     ) -> tuple[_Part, Agreed] | list[RankReport]:
-        """One try, on all ranks: this rank's part and what they agreed on, or what each has to tell, of
-        which one at least ran out of memory, or found bad samples that it `skips`.
+        """Run `work` once on all ranks. Returns this rank's part and what the ranks agreed on; or the
+        reports of all ranks, at least one of which ran out of memory or, if it `skips` them, found bad
+        samples.
 
-        Raises this rank's own error, or `PeerFailed`, where it is one that neither mends.
+        Raises this rank's own error, or `PeerFailed`, if neither of these recovers from it.
         """
         group = self._group
         part: _Part | None = None
@@ -286,7 +289,7 @@ class Evaluation:
             group.begin()
         try:
             part = self._thread.run(work)
-        except PassAbandoned:  # another rank failed, and will say so in the vote
+        except PassAbandoned:  # another rank failed, and reports it in the vote
             pass
         except Exception as error:
             told = self._told(error, phase)
@@ -299,8 +302,8 @@ class Evaluation:
                     " the same function: models that return something else in that mode (detectors, for"
                     " one) need a loss that knows both, or no valid=."
                 )
-        # The error is gone here, and with its traceback the tensors that the failed pass held.
-        if group.lockstep:  # the others may wait for this rank inside a pass
+        # The error has been dropped, so the tensors that its traceback kept alive are freed.
+        if group.lockstep:  # the other ranks may wait for this one inside a pass
             group.gather(told.failed)
         agreed = group.agree(part.totals if part else None, part.samples if part else 0)
         if part is not None and agreed is not None:
@@ -337,7 +340,8 @@ class Evaluation:
     def _evaluate(
         self, loss: LossFunction, batch: Any, num_samples: int, encodings: list[tuple[Any, int]]
     ) -> Loss:
-        """The loss of a batch; of a joint loss nothing yet, and its encodings are put to the others."""
+        """Returns the loss of a batch. For a joint loss, appends the encodings to `encodings` and
+        returns zero."""
         replica = self._replica
         if not replica.is_joint:
             return replica.evaluate(loss, batch, num_samples)
@@ -366,7 +370,8 @@ class Evaluation:
             return to_device(output(model, batch), "cpu")
 
     def _split(self, asked: MetricsOfTask | None) -> tuple[list[MetricFunction], Scores]:
-        """Functions of sums, and the objects. The copies of these are kept for the next evaluation."""
+        """Split metrics into functions that return sums and metric objects. The copies of the objects
+        are kept for the next evaluation."""
         given = several(asked)
         objects = [one for one in given if isinstance(one, Metrics)]
         if self._scores is None or self._scores[0] != list(map(id, objects)):
@@ -383,7 +388,8 @@ class Evaluation:
         everyone: Sequence[RankReport],
         waits: Waits | None = None,
     ) -> Plan:
-        """The plan with half the batch. `everyone`: the word of all ranks, or of this one alone."""
+        """Returns the plan with half the evaluation batch. `everyone`: reports of all ranks, or of this
+        rank alone."""
         size = plan.choice.evaluation_batch
         mine = everyone[self._group.rank if len(everyone) > 1 else 0].failure
         if mine is not None:
@@ -417,7 +423,7 @@ class Evaluation:
 
 
 def _merged(named: Iterable[Mapping[str, T]]) -> dict[str, T]:
-    """Metrics from several places. Raises `LossError` if two have one name."""
+    """Merge metrics from several sources. Raises `LossError` if two have the same name."""
     merged: dict[str, T] = {}
     for metrics in named:
         for name in merged.keys() & metrics.keys():
@@ -427,7 +433,7 @@ def _merged(named: Iterable[Mapping[str, T]]) -> dict[str, T]:
 
 
 def _sums(functions: Sequence[MetricFunction], model: nn.Module, batch: Any) -> Mapping[str, Any]:
-    """What all functions return, in one."""
+    """Returns the results of all functions in one mapping."""
     if len(functions) == 1:
         return functions[0](model, batch)
     return _merged(function(model, batch) for function in functions)
@@ -436,6 +442,6 @@ def _sums(functions: Sequence[MetricFunction], model: nn.Module, batch: Any) -> 
 def _in_turn(
     everyone: Sequence[Sequence[tuple[Any, int]]], shares: Sequence[float]
 ) -> Iterator[tuple[Any, int]]:
-    """The blocks of a stream in its order, from those that each rank had."""
+    """Returns the blocks of a stream in order, from those that each rank had."""
     left = [iter(mine) for mine in everyone]
     return (next(left[rank]) for rank in islice(turns(shares), sum(map(len, everyone))))

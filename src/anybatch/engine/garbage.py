@@ -1,8 +1,8 @@
-"""Python's collector of garbage while a run goes on.
+"""Garbage: speeds up Python's garbage collection during a run.
 
-Recovery from a failed step has to collect what the failure left in circles, and a full collection looks
-at every object of the process: with torch loaded some 0.1 s, longer than many a step. So what is there
-when training begins is set aside, and collections look at what has come since.
+Recovery from a failed step must collect the reference cycles that the failure left, and a full
+collection visits every object of the process: with torch loaded about 0.1 s, longer than many steps. So
+the objects that exist when training begins are frozen, and collections visit only newer ones.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import gc
 import threading
 
-_lock = threading.RLock()  # a collection may end another run, in this thread
+_lock = threading.RLock()  # a collection may end another run in this thread
 _holders: set[int] = set()
 _is_ours = False
 
 
 class SetAside:
-    """From its making to `end`, what was there before is not looked at. Nothing happens where the
-    program has set objects aside itself. Runs may overlap: the last one to end takes back what the
-    first set aside."""
+    """Excludes the objects that exist at construction from garbage collection until `end`. Does nothing
+    if the program has frozen objects itself. Runs may overlap: the objects frozen by the first run are
+    released when the last run ends."""
 
     def __init__(self) -> None:
         global _is_ours
@@ -29,7 +29,7 @@ class SetAside:
             _holders.add(id(self))
 
     def end(self) -> None:
-        """Look at everything again. May be called more than once."""
+        """Include all objects again. Can be called more than once."""
         global _is_ours
         with _lock:
             _holders.discard(id(self))

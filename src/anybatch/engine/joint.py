@@ -1,10 +1,11 @@
-"""Joint: the passes of a step whose loss compares all samples of the global batch (`compute.joint`).
+"""Joint: passes of a step whose loss compares all samples of the global batch (see `compute.joint`).
 
     rank 0    encode 1  encode 2  encode 3 | all      | compare | pass 1  pass 2  pass 3 | vote
     rank 1    encode 1  encode 2           | samples' | compare | pass 1  pass 2         | vote
     rank 2    pass 1, forward              | rows     | compare | pass 1, backward       | vote
 
-A rank that fails before the rows are exchanged says so there, once; one that fails later, in the vote.
+A rank that fails before the rows are exchanged reports it in that exchange, once; a rank that fails
+later reports it in the vote.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from anybatch.parallel.rows import all_rows
 from anybatch.plans import Choice
 
 Naming: TypeAlias = "Callable[[int], AbstractContextManager[None]]"
-"""What stands around micro-batch so-and-so, to name its samples in errors."""
+"""Maps a micro-batch number to a context manager that names its samples in errors."""
 
 
 @final
 class JointPasses:
-    """The passes of steps with a joint loss."""
+    """Runs the passes of steps with a joint loss."""
 
     def __init__(self, context: PassContext) -> None:
         self._replica, self._group, self._device = context.replica, context.group, context.device
@@ -45,12 +46,12 @@ class JointPasses:
         self._has_met = True
 
     def begin(self) -> None:
-        """An attempt begins."""
+        """Start an attempt."""
         self._has_met = not self._replica.is_joint
 
     def fail(self) -> None:
-        """This rank has failed, or another one in a pass: all are told, if they may wait for its rows.
-        Raises `PeerLost` if one is gone."""
+        """Report a failure of this rank, or of another rank inside a pass, to all ranks that may still
+        wait for the rows of this one. Raises `PeerLost` if a rank is gone."""
         if not self._has_met:
             self._group.leave()
             with suppress(PassAbandoned):
@@ -59,14 +60,14 @@ class JointPasses:
     def of(
         self, index: int, source: Source, choice: Choice, naming: Naming
     ) -> Iterator[tuple[MicroBatch, Ask | None]]:
-        """The micro-batches of the step `index`, each with whom to ask for its share; see
-        `Replica.accumulate`.
+        """Yields the micro-batches of step `index`, each with the callable that returns its share of
+        the comparison; see `Replica.accumulate`.
 
-        Raises what `Replica.encode`, `Replica.compare` and `all_rows` raise.
+        Raises the errors of `Replica.encode`, `Replica.compare` and `all_rows`.
         """
         given = source.micro_batches(choice, keep=True)
         first = next(given, None)
-        if first is None:  # the others are to hear that there are no samples
+        if first is None:  # tell the other ranks that this one has no samples
             self._all_rows(())
             return
         if not is_encoded_first(first, source, self._group):
@@ -94,12 +95,13 @@ class JointPasses:
                 share = comparison.share(start, start + micro.num_samples)
                 start += micro.num_samples
                 yield micro, lambda _, share=share: share
-            else:  # run for the others' sake
+            else:  # runs only because other ranks run a pass
                 yield micro, nobody
             del micro
 
     def _by_itself(self, micro: MicroBatch) -> Ask | None:
-        """Whom to ask in the only pass of this rank, whose graph is there when the others' rows are."""
+        """Returns the callable that provides the share of this rank's only pass, whose graph is kept
+        until the rows of the other ranks arrive; None for a single rank."""
         if self._group.size == 1:
             return None
 
@@ -110,11 +112,11 @@ class JointPasses:
         return ask
 
     def _compare(self, mine: Any) -> tuple[Comparison, int]:
-        """The comparison of all samples, of which `mine` are those of this rank, encoded; and at which
-        of all they begin."""
+        """Compare the samples of all ranks, where `mine` holds the encodings of this rank. Returns the
+        comparison and the position at which this rank's samples begin."""
         rows, start = self._all_rows(tensors_in(mine))
         encoded, num_samples = with_tensors(mine, rows), len(rows[0])
-        del mine, rows  # of several ranks, this one's are among all
+        del mine, rows  # with several ranks, `encoded` contains this rank's rows too
         return self._replica.compare(encoded, num_samples), start
 
     def _all_rows(self, mine: Sequence[torch.Tensor] | None) -> tuple[Sequence[torch.Tensor], int]:
@@ -123,6 +125,6 @@ class JointPasses:
 
 
 def is_encoded_first(micro: MicroBatch, source: Source, group: Group) -> bool:
-    """Whether a pass of a joint loss is encoded before it is computed with: where it is not the only
-    one of its rank, or ranks that meet inside passes would wait for each other there."""
+    """Returns whether a pass of a joint loss is encoded separately first: if it is not the only pass of
+    its rank, or if ranks synchronize inside passes and would otherwise deadlock."""
     return group.lockstep or source.own_samples > micro.num_samples

@@ -1,15 +1,16 @@
-"""Ladder: the plan to take when memory runs out, and the way back up when it is there again.
+"""Ladder: the plan to use when memory runs out, and when to return to the previous one.
 
-Memory may be short for a while only: another program has it, a batch of long samples is under way,
-the heap is in pieces. So a plan that failed is tried again, one rung at a time:
+Memory may be short only for a while: another program uses it, a batch of long samples is being
+processed, or the heap is fragmented. So a plan that failed is tried again, one rung at a time:
 
     plan 0   x
     plan 1    | 64 steps |  x  128 steps                |
     plan 2               |  |                           | plan 1 again ...
 
-A try that fails costs one attempt at a step, and the next one comes after twice as many steps. So a
-plan that never fits costs less than one attempt in 64 steps, and ever less. When to try is a function
-of steps and failures, which all ranks have in common: they come to the same plan without a word.
+A failed try costs one attempt at a step, and the next try comes after twice as many steps. So a plan
+that never fits costs less than one attempt in 64 steps, and less and less over time. When to try
+depends only on steps and failures, which are the same on all ranks, so all ranks reach the same plan
+without communication.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from anybatch.plans import Plan
 from anybatch.units import format_bytes, format_count
 
 STEPS = 64
-"""Steps after which a plan that failed is tried again for the first time."""
+"""Steps after which a failed plan is tried again for the first time."""
 
 WAITS = (0.1, 1.0, 10.0)
 """Seconds to wait before the leanest plan is tried again in the same step, if it has worked before: the
-memory that it had has gone elsewhere, and may come back."""
+memory that it used has been taken elsewhere, and may be released."""
 
 
 @final
 class Patience:
-    """When to try again what has failed. Counts successes since."""
+    """Decides when to try again what has failed, by the number of successes since then."""
 
     def __init__(self) -> None:
         self._wait = STEPS
@@ -40,21 +41,21 @@ class Patience:
 
     @property
     def waited(self) -> int | None:
-        """How many successes there were, if it is time to try again."""
+        """Number of successes since the last failure or try if it is time to try again, else None."""
         return self._since if self._since >= self._wait and not self._trying else None
 
     def begin(self) -> None:
-        """A try begins."""
+        """Start a try."""
         self._trying, self._since = True, 0
 
     def succeeded(self) -> None:
-        """Once more."""
+        """Record a success."""
         self._since += 1
-        if self._trying and self._since >= self._wait:  # the try has shown that it works
+        if self._trying and self._since >= self._wait:  # the try is considered successful
             self._trying, self._wait = False, STEPS
 
     def failed(self) -> None:
-        """Memory ran out."""
+        """Record that memory ran out."""
         if self._trying:
             self._wait *= 2
         self._trying, self._since = False, 0
@@ -62,7 +63,7 @@ class Patience:
 
 @final
 class Waits:
-    """How often the leanest choice is tried again at once, and after how long."""
+    """Limits how often, and after which delays, the leanest choice is tried again."""
 
     def __init__(self) -> None:
         self.worked: bool = False
@@ -72,7 +73,7 @@ class Waits:
         self.worked, self._num = True, 0
 
     def seconds(self) -> float | None:
-        """To wait now; None: it is of no use."""
+        """Returns the seconds to wait now; None if waiting is of no use."""
         if not self.worked or self._num >= len(WAITS):
             return None
         self._num += 1
@@ -81,7 +82,7 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class _Rung:
-    """A plan that failed, and the evaluation batch of the one that was taken instead."""
+    """A plan that failed, and the evaluation batch of the plan that replaced it."""
 
     plan: Plan
     evaluation_after: int
@@ -89,22 +90,22 @@ class _Rung:
 
 @final
 class Ladder:
-    """Where a run is on the ladder of its plan."""
+    """Tracks the position of a run on the ladder of its plan."""
 
     def __init__(self) -> None:
         self._above: list[_Rung] = []
-        self._below: Plan | None = None  # what worked before the try that is under way
+        self._below: Plan | None = None  # the plan that worked before the current try
         self._patience = Patience()
         self._waits = Waits()
 
     def committed(self) -> None:
-        """A step was done under the present plan."""
+        """Record that a step was committed under the current plan."""
         self._patience.succeeded()
         self._waits.succeeded()
 
     def down(self, plan: Plan) -> tuple[Plan, float] | None:
-        """Memory ran out under `plan`: the plan to take, and how many seconds to wait before. None:
-        there is nothing leaner, and waiting is of no use."""
+        """Memory ran out under `plan`. Returns the plan to use and the seconds to wait before; None if
+        there is no leaner plan and waiting is of no use."""
         self._patience.failed()
         leaner = plan.leaner()
         if leaner is None:
@@ -116,7 +117,8 @@ class Ladder:
         return leaner, 0.0
 
     def up(self, plan: Plan) -> tuple[Plan, int] | None:
-        """Between two steps under `plan`: the plan to try again, and after how many steps, or None."""
+        """Called between two steps under `plan`. Returns the plan to try again and the number of steps
+        since the last failure or try, or None."""
         waited = self._patience.waited
         if not self._above or waited is None:
             return None
@@ -124,18 +126,18 @@ class Ladder:
         self._patience.begin()
         self._below = plan
         choice, size = rung.plan.choice, plan.choice.evaluation_batch
-        if size != rung.evaluation_after:  # an evaluation has had its own reasons since
+        if size != rung.evaluation_after:  # changed by an evaluation in the meantime
             choice = choice.model_copy(update={"evaluation_batch": size})
         return plan.model_copy(update={"choice": choice, "ladder": rung.plan.ladder}), waited
 
 
 @dataclass(frozen=True, slots=True)
 class Leak:
-    """Memory in use between two steps, early in the run and late.
+    """Memory in use between two steps, early and late in the run.
 
     Attributes:
-        since, before: number of a step, and the bytes in use after it.
-        until, after: the same of a later one.
+        since, before: an early step, and the bytes in use after it.
+        until, after: a later step, and the bytes in use after it.
     """
 
     since: int
@@ -145,17 +147,17 @@ class Leak:
 
     @property
     def is_one(self) -> bool:
-        """Whether most of what is in use late has come with the steps."""
+        """Whether most of the memory in use late was added during the steps in between."""
         return self.until > self.since and self.after > 2 * self.before
 
     @property
     def bytes_per_step(self) -> int:
-        """On average."""
+        """Average growth."""
         return round((self.after - self.before) / (self.until - self.since))
 
 
 def nothing_leaner(plan: Plan, phase: str, failure: MemoryFailure, leak: Leak | None = None) -> str:
-    """The sentence for the end of the ladder. `leak`: how memory in use has grown."""
+    """Returns the error message for a run that has no leaner plan. `leak`: growth of memory in use."""
     if leak is not None and leak.is_one:
         return (
             f"memory ran out in {phase} even under the leanest plan ({plan.choice.describe()}), since"
@@ -166,7 +168,7 @@ def nothing_leaner(plan: Plan, phase: str, failure: MemoryFailure, leak: Leak | 
             " model or the data set: keep numbers (loss.item()) or detached tensors, or empty it."
         )
     budget = "" if plan.budget_bytes is None else f" of {format_bytes(plan.budget_bytes)}"
-    # Samples need not be loaded in this process: the failure itself says where memory was refused.
+    # Samples may be loaded in another process: the failure itself says where memory was refused.
     why = (
         failure.message
         if failure.requested_bytes is None or phase == "loading"

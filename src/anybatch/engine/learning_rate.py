@@ -1,11 +1,12 @@
-"""The learning rate of a step, by the task's schedule or by a torch scheduler.
+"""Learning rate: set for each step by the task's schedule or by a torch scheduler.
 
-A schedule is a function of what has been trained, counted over all ranks, so the rate does not depend
-on their number. It is set right before the update, from committed progress alone: a step that is redone
-asks again and gets the same answer.
+A schedule is a function of training progress, counted over all ranks, so the rate does not depend on
+the number of ranks. It is set right before the update, from committed progress only: a step that is
+redone calls the schedule again and gets the same result.
 
-A scheduler, which may hold any objects, is not saved with a run. What made it what it is can be done
-again at the price of microseconds: so many steps, or of one that goes by measured values, those values.
+A scheduler may hold arbitrary objects, so it is not saved with a run. Its state is restored by
+replaying what produced it, which takes microseconds: the number of steps or, for a scheduler driven by
+measured values, those values.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from anybatch.task import Progress, Schedule
 
 
 class LearningRate:
-    """The learning rate of each group, by the task's schedule or by a torch scheduler.
+    """Sets the learning rate of each parameter group, by the task's schedule or by a torch scheduler.
 
     Args:
-        optimizer: whose groups have the rates.
+        optimizer: optimizer whose parameter groups hold the rates.
         schedule, scheduler, interval: see `Task`.
         follows: whether the rates follow the batch; see `Ramp.learning_rate`.
-        evaluates: whether there will be evaluations, by which a `ReduceLROnPlateau` goes.
+        evaluates: whether there will be evaluations, which a `ReduceLROnPlateau` requires.
 
     Attributes:
-        evaluated: losses by which a `ReduceLROnPlateau` has taken its steps.
+        evaluated: losses with which a `ReduceLROnPlateau` has been stepped.
 
-    Raises `InputError` if `scheduler` returns what cannot be used.
+    Raises `InputError` if `scheduler` returns an unsupported value.
     """
 
     def __init__(
@@ -66,11 +67,11 @@ class LearningRate:
 
     @property
     def current(self) -> float:
-        """The rate of the first group."""
+        """The rate of the first parameter group."""
         return _rate_of(self._groups[0])
 
     def before_update(self, progress: Progress, follows: float = 1.0) -> None:
-        """Set the rates of the coming update, times `follows`: see `Ramp.learning_rate`."""
+        """Set the rates of the next update, multiplied by `follows`; see `Ramp.learning_rate`."""
         if self._schedule is None and not self._follows:
             return
         factor = follows
@@ -84,23 +85,23 @@ class LearningRate:
                 group["lr"] = base * factor
 
     def after_update(self, num_epochs: int) -> None:
-        """Let a torch scheduler take its steps. With the update, so many epochs have ended."""
+        """Step a torch scheduler. `num_epochs`: number of epochs that ended with the update."""
         if self._scheduler is None or isinstance(self._scheduler, ReduceLROnPlateau):
             return
         for _ in range(num_epochs if self._interval == "epoch" else 1):
             self._scheduler.step()
 
     def after_evaluation(self, loss: float) -> None:
-        """The same for one that goes by the held-out `loss`."""
+        """Step a scheduler that is driven by the held-out `loss`."""
         if isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step(loss)
             self.evaluated.append(loss)
 
     def skip(self, steps: int, epochs: int, evaluated: Sequence[float] = ()) -> None:
-        """Go on as after so many steps, with which so many epochs have ended, and evaluations with
-        these losses."""
+        """Advance as if `steps` steps had been taken, with which `epochs` epochs ended, and evaluations
+        had given the losses `evaluated`."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the optimizer takes none meanwhile
+            warnings.simplefilter("ignore", UserWarning)  # the optimizer takes no steps meanwhile
             for _ in range(steps if self._interval == "step" else 0):
                 self.after_update(0)
             if self._interval == "epoch":
@@ -110,7 +111,7 @@ class LearningRate:
 
 
 def _rate_of(group: Mapping[str, Any]) -> float:
-    """The learning rate of a parameter group; NaN where the optimizer chooses its own."""
+    """Returns the learning rate of a parameter group; NaN if the optimizer chooses its own."""
     rate = group.get("lr")
     return math.nan if rate is None else float(rate)
 
@@ -118,7 +119,7 @@ def _rate_of(group: Mapping[str, Any]) -> float:
 def _asked(schedule: Schedule, progress: Progress) -> object:
     try:
         return schedule(progress)
-    except TypeError as error:  # most often it was written to be called with the optimizer
+    except TypeError as error:  # usually a function that expects the optimizer
         raise InputError(
             f"the schedule raised TypeError: {error}. It is called with an anybatch.Progress and"
             " returns the factor for the learning rate; a function that makes a torch scheduler of the"

@@ -1,20 +1,20 @@
-"""The memory budget, held, and the meter of what training uses.
+"""Limit: enforces the memory budget and provides the meter of what training uses.
 
-On CUDA the caching allocator refuses beyond a fraction of the device. On a CPU the peak of each pass is
-measured by the kernel: a pass that went over the budget raises `OverBudget`, an out-of-memory error
-like any other, and its step is done again under a leaner plan.
+On CUDA the caching allocator refuses memory beyond a fraction of the device. On CPU the kernel measures
+the peak of each pass: a pass that exceeds the budget raises `OverBudget`, an out-of-memory error like
+any other, and its step is redone under a leaner plan.
 
-CPU memory is measured relative to `enter()`. First uses that stay with the process (thread pools, parts
-of torch that load late) are made before it.
+CPU memory is measured relative to `enter()`. First-use allocations that stay with the process (thread
+pools, parts of torch that load late) are made before it.
 
-Between two steps the process is its script's, which evaluates, draws samples, saves: what that takes
-and keeps counts for no budget.
+Between two steps the process runs the user's script (evaluation, drawing samples, saving). Memory that
+the script allocates and keeps counts toward no budget.
 
     at work    | step |            | step |                 | evaluation |
     at rest           | the script |      | the script ... |
 
-On CUDA, cuDNN may try its algorithms for a shape when it first meets it. What they take for that is
-given back after the pass and not measured: no prediction knows it and no later pass needs it.
+On CUDA, cuDNN may benchmark its algorithms when it first sees a shape. The memory used for this is
+released after the pass and not measured: no prediction includes it and no later pass needs it.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from anybatch.units import format_bytes
 
 
 class OverBudget(MemoryError):
-    """A pass was measured to go over the budget.
+    """Raised when the measured memory of a pass exceeds the budget.
 
     Attributes:
-        used_bytes: most that was in use.
+        used_bytes: peak bytes in use.
     """
 
     def __init__(self, used_bytes: int, budget_bytes: int) -> None:
@@ -63,36 +63,37 @@ class OverBudget(MemoryError):
 
 
 class Limit(ABC):
-    """Holds a budget between `enter` and `leave`, if there is one."""
+    """Enforces a budget, if there is one, between `enter` and `leave`."""
 
     @abstractmethod
     def enter(self) -> Meter:
-        """Take the baseline, begin to hold the budget, and return the meter of what is used."""
+        """Take the baseline, start to enforce the budget, and return the meter of the memory in use."""
 
     @abstractmethod
     def leave(self) -> None:
-        """Hold it no longer."""
+        """Stop enforcing the budget."""
 
     @abstractmethod
     def watched(self, kind: object, batch: Any) -> AbstractContextManager[None]:
-        """Around a pass of a `kind` over `batch`. Raises `OverBudget` at its end if it went over."""
+        """Context manager for a pass of a `kind` over `batch`. Raises `OverBudget` at the end if the
+        pass exceeded the budget."""
 
     def follow(self, freed_memory: FreedMemory) -> None:
-        """Keep or return freed memory from now on, where the C library can be told."""
+        """Keep or return freed memory from now on, where the C library supports it."""
         del freed_memory
 
     def reserve(self, num_bytes: int) -> None:
-        """Raises a memory error if `num_bytes` more would not have room."""
+        """Raises a memory error if there is no room for `num_bytes` more."""
         del num_bytes
 
 
 @final
 class CpuLimit(Limit):
-    """Held by measuring each pass.
+    """Enforces the budget by measuring each pass.
 
     Args:
-        budget_bytes: what training may add; None: it is only measured.
-        counted_bytes: part of the budget that is in the process already, such as the parameters of a
+        budget_bytes: memory that training may add; None: memory is only measured.
+        counted_bytes: part of the budget that is already in the process, such as the parameters of a
             model that was built before.
     """
 
@@ -102,7 +103,7 @@ class CpuLimit(Limit):
         self._meter: CpuMeter | None = None
         self._growth: dict[
             Hashable, int
-        ] = {}  # the most that a pass over a shape took beyond its start
+        ] = {}  # largest growth during a pass, by shape
 
     def enter(self) -> Meter:
         with uncounted():
@@ -132,7 +133,7 @@ class CpuLimit(Limit):
         shape = kind, shapes_of(batch)
         growth, before = self._growth.get(shape), self._meter.used_bytes()
         if growth is None or before + growth > self._budget:
-            trim()  # the heap holds freed memory in addition to what the pass takes
+            trim()  # otherwise freed memory in the heap adds to what the pass takes
             before = self._meter.used_bytes()
         self._meter.begin_pass()
         yield
@@ -153,12 +154,12 @@ class CpuLimit(Limit):
 
 @final
 class CudaLimit(Limit):
-    """Held by torch's caching allocator, as a fraction of the device.
+    """Enforces the budget with torch's caching allocator, as a fraction of the device memory.
 
     Args:
-        device: whose memory it is.
-        budget_bytes: of this process; None: it is only measured.
-        tunes: cuDNN tries its algorithms.
+        device: device whose memory is limited.
+        budget_bytes: budget of this process; None: memory is only measured.
+        tunes: whether cuDNN benchmarks its algorithms.
     """
 
     def __init__(
@@ -167,11 +168,11 @@ class CudaLimit(Limit):
         self._device = device
         self._budget = budget_bytes
         self._tunes = tunes
-        self._met: set[Hashable] = set()  # shapes for which cuDNN has tried its algorithms
+        self._met: set[Hashable] = set()  # shapes for which cuDNN has benchmarked its algorithms
         self._meter: CudaMeter | None = None
 
     def enter(self) -> Meter:
-        """See `Limit`. Raises `InputError` if more than the budget is held already."""
+        """See `Limit`. Raises `InputError` if the process already holds the budget or more."""
         meter = self._meter = CudaMeter(self._device)
         if self._budget is None:
             return meter
@@ -191,7 +192,7 @@ class CudaLimit(Limit):
             _fraction_of(_index(self._device)).give_up(self)
 
     def watched(self, kind: object, batch: Any) -> AbstractContextManager[None]:
-        """See `Limit`. It is the allocator that refuses, in the midst of a pass."""
+        """See `Limit`. The budget is enforced by the allocator, in the middle of a pass."""
         shape = kind, shapes_of(batch) if self._tunes else None
         if not self._tunes or shape in self._met:
             return nullcontext()
@@ -209,13 +210,13 @@ class CudaLimit(Limit):
 
 
 class _Fraction:
-    """What the allocator may have of a CUDA device. Several `Step`s may hold it at once: the least
-    holds, and after the last one what was there before the first."""
+    """Memory fraction of the allocator on a CUDA device. Several `Step`s may hold one at once: the
+    smallest applies. When the last one is released, the original fraction is restored."""
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._before: float | None = None  # as it was before anyone held it
-        # A limit that was dropped without being left holds nothing any more.
+        self._before: float | None = None  # the original fraction
+        # A limit that was dropped without `leave` no longer holds a fraction.
         self._held: WeakKeyDictionary[CudaLimit, float] = WeakKeyDictionary()
 
     def hold(self, holder: CudaLimit, fraction: float) -> None:
@@ -244,16 +245,16 @@ def _index(device: torch.device) -> int:
 
 
 class _Work:
-    """Whether the process works under its budgets, or is its script's; for all CPU budgets at once."""
+    """Tracks whether the process works under its CPU budgets or runs the script, for all of them."""
 
     def __init__(self) -> None:
-        # A limit that was dropped without being left counts nothing any more.
+        # A limit that was dropped without `leave` is no longer counted.
         self.meters: WeakKeyDictionary[CpuLimit, CpuMeter] = WeakKeyDictionary()
         self._num_at_work = self._num_aside = 0
         self._lock = threading.Lock()
 
     def change(self, at_work: int = 0, aside: int = 0) -> None:
-        """So many more, or fewer, blocks of work, and of what is set aside in it, are entered."""
+        """Add to the numbers of entered blocks of work and of uncounted blocks (`aside`)."""
         with self._lock:
             self._num_at_work += at_work
             self._num_aside += aside
@@ -269,8 +270,8 @@ _WORK = _Work()
 
 @contextmanager
 def at_work() -> Iterator[None]:
-    """Around what is done under the budgets that this process is held to. May stand inside itself.
-    Between two such blocks nothing counts for any."""
+    """Context manager for work that counts toward the CPU budgets of this process. Can be nested.
+    Memory allocated between two such blocks counts toward no budget."""
     _WORK.change(at_work=1)
     try:
         yield
@@ -280,7 +281,7 @@ def at_work() -> Iterator[None]:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """What is taken inside, and stays, counts for no budget of this process's CPU memory."""
+    """Context manager in which memory that is allocated and kept counts toward no CPU budget."""
     _WORK.change(aside=1)
     try:
         yield
@@ -289,13 +290,13 @@ def uncounted() -> Iterator[None]:
 
 
 def make_limit(plan: Plan, device: torch.device, counted: Iterable[object] = ()) -> Limit:
-    """What holds the budget of `plan` on `device`.
+    """Returns the limit that enforces the budget of `plan` on `device`.
 
     Args:
-        plan: its budget, and whether it is to be enforced.
-        device: of this rank.
-        counted: modules and optimizers that were built before: what they hold is in the process
-            already, and in the budget. Anything else in it is passed over.
+        plan: provides the budget and whether it is enforced.
+        device: device of this rank.
+        counted: modules and optimizers that were built before: their memory is already in the process
+            and counts toward the budget. Other objects are ignored.
     """
     budget = plan.budget_bytes if plan.enforced else None
     if device.type == "cuda":
@@ -304,7 +305,7 @@ def make_limit(plan: Plan, device: torch.device, counted: Iterable[object] = ())
 
 
 def held_bytes(owners: Iterable[object]) -> int:
-    """Bytes of the modules and optimizers among `owners`."""
+    """Returns the bytes held by the modules and optimizers among `owners`."""
     tensors = [tensor for owner in owners for tensor in _tensors_of(owner)]
     there = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(there.values())
@@ -321,7 +322,7 @@ def _tensors_of(owner: object) -> list[Tensor]:
 
 
 def shapes_of(batch: Any) -> tuple[Any, ...]:
-    """The shapes and dtypes of the tensors in `batch`: what kernels are chosen for."""
+    """Returns the shapes and dtypes of the tensors in `batch`, by which kernels are selected."""
     shapes: list[Any] = []
 
     def look(leaf: Any) -> Any:
@@ -335,9 +336,9 @@ def shapes_of(batch: Any) -> tuple[Any, ...]:
 
 @functools.cache
 def warm_up() -> None:
-    """Make the first uses that stay with the process: the thread pool, and what the first convolution,
-    norm, attention, backward and optimizer load (together tens of MiB), so that they are not taken for
-    training's."""
+    """Trigger the first-use allocations that stay with the process: the thread pool, and what the first
+    convolution, norm, attention, backward and optimizer step load (tens of MiB in total), so that they
+    are not attributed to training."""
     with torch.random.fork_rng(devices=[]):
         images, tokens = torch.randn(64, 1, 8, 8), torch.randint(8, (8, 16))
         convolutions = nn.Sequential(

@@ -1,4 +1,4 @@
-"""Meters: bytes that training uses on a device, above a baseline."""
+"""Meters: measure the bytes that training uses on a device, above a baseline."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from anybatch.process.process_memory import filled_addresses, free_in_heap, rese
 
 
 class Meter(ABC):
-    """Bytes on one device, above a baseline taken when the meter was made."""
+    """Measures bytes on one device, above a baseline taken at construction."""
 
-    _most: dict[str, int]  # the peaks of the laps before this one, by account
+    _most: dict[str, int]  # the peaks of previous laps, by counter
 
     @abstractmethod
     def peak_bytes(self) -> int:
-        """Most bytes in use at any time since the baseline."""
+        """Returns the peak of bytes in use since the baseline."""
 
     def totals(self) -> dict[str, int]:
-        """Most bytes at any time since the baseline, by each account of the device's memory that is
-        kept; see `Prediction`."""
+        """Returns the peak bytes since the baseline for each counter that the device keeps; see
+        `Prediction`."""
         return {"total": self.peak_bytes()}
 
     @abstractmethod
     def used_bytes(self) -> int:
-        """Bytes in use now."""
+        """Returns the bytes in use now."""
 
     def kept_bytes(self) -> int:
-        """Bytes in use now, without what an allocator only holds."""
+        """Returns the bytes in use now, without memory that an allocator only caches."""
         return self.used_bytes()
 
     @abstractmethod
     def begin_lap(self) -> None:
-        """Measure the peak from here on, too; the one before is remembered."""
+        """Start measuring a new peak; the peak so far is remembered."""
 
     @abstractmethod
     def drop_lap(self) -> None:
-        """Forget the peak since the lap began: what it was measured for was undone."""
+        """Forget the peak since the lap began, because the work it measured was undone."""
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """The peak of what is done inside does not count; what it leaves behind does."""
+        """Exclude the peak of the enclosed block; memory that it leaves allocated still counts."""
         self.peak_bytes()
         before = dict(self._most)
         try:
@@ -58,19 +58,19 @@ class Meter(ABC):
 
     @abstractmethod
     def lap_bytes(self) -> int:
-        """Most bytes in use since the lap began."""
+        """Returns the peak of bytes in use since the lap began."""
 
     @abstractmethod
     def fragmented_bytes(self) -> int | None:
-        """Bytes that the allocator holds in pieces that nobody uses; None where it does not tell."""
+        """Returns the bytes that the allocator holds in unused pieces; None if unknown."""
 
 
 class CpuMeter(Meter):
-    """Resident memory of this process as the kernel counts it. The kernel's own peak is used where it
-    can be reset (Linux), so nothing between two looks is missed.
+    """Measures the resident memory of this process as counted by the kernel. The kernel's own peak is
+    used where it can be reset (Linux), so nothing between two readings is missed.
 
     Args:
-        counted_bytes: what was in the process before and counts all the same.
+        counted_bytes: memory that was in the process before and still counts.
     """
 
     def __init__(self, counted_bytes: int = 0) -> None:
@@ -81,40 +81,40 @@ class CpuMeter(Meter):
         self._baseline = there - counted_bytes
         self._script = ScriptBytes(self._filled())
         self._most = {"total": 0}
-        self._lap = 0  # most bytes of the process since the lap began, before this pass
+        self._lap = 0  # peak bytes of the process since the lap began, before this pass
 
     def peak_bytes(self) -> int:
-        """See `Meter`. Without the kernel's peak: the largest value seen at a call."""
+        """See `Meter`. Without the kernel's peak, returns the largest value seen at a call."""
         if not self._script.rests:
             self._most["total"] = max(self._most["total"], self.lap_bytes())
         return self._most["total"]
 
     def rest(self) -> None:
-        """From now on the process is its script's: what is taken, and kept, does not count."""
+        """Stop counting: memory that the script allocates and keeps from now on is excluded."""
         if not self._script.rests:
             self.peak_bytes()
             self._script.rest(self._filled())
 
     def resume(self) -> None:
-        """It is no more."""
+        """Resume counting: the script no longer runs."""
         if self._script.rests:
             self._script.resume(self._filled())
             self.drop_lap()
 
     def begin_pass(self) -> None:
-        """Measure the peak of one pass, too."""
+        """Also measure the peak of one pass."""
         self._lap = self._most_own_bytes()
         reset_peak()
 
     def pass_bytes(self) -> int:
-        """Most bytes in use since `begin_pass`."""
+        """Returns the peak of bytes in use since `begin_pass`."""
         return max(0, self._peak_of_kernel() - self._baseline - self._script.num_bytes)
 
     def used_bytes(self) -> int:
         return max(0, self._own_bytes() - self._baseline - self._script.num_bytes)
 
     def fragmented_bytes(self) -> int | None:
-        """See `Meter`: what the heap holds free."""
+        """See `Meter`. Returns the free bytes in the heap."""
         return free_in_heap()
 
     def begin_lap(self) -> None:
@@ -129,40 +129,40 @@ class CpuMeter(Meter):
         return max(0, self._most_own_bytes() - self._baseline - self._script.num_bytes)
 
     def _most_own_bytes(self) -> int:
-        """Since the lap began."""
+        """Returns the peak bytes of the process since the lap began."""
         return max(self._lap, self._peak_of_kernel())
 
     def _peak_of_kernel(self) -> int:
-        """Since it was reset; without it, the bytes of now."""
+        """Returns the kernel's peak since it was last reset; without it, the current bytes."""
         return status("VmHWM") - self._code_bytes() if self._exact else self._own_bytes()
 
     def _filled(self) -> int:
-        """What grows by what the script takes, and not by the pages of free memory that it uses."""
+        """Returns a size that grows with the script's allocations, not with its use of free pages."""
         return filled_addresses() if self._exact else self._own_bytes()
 
     def _own_bytes(self) -> int:
         return self._process.memory_info().rss - self._code_bytes()
 
     def _code_bytes(self) -> int:
-        """Pages of program files that were touched since: the kernel may drop them at any time, so
-        they are not memory that training holds."""
+        """Returns the bytes of pages of program files that were touched since the baseline. The kernel
+        may drop them at any time, so training does not hold them."""
         return status("RssFile") - self._files if self._exact else 0
 
 
 @final
 class ScriptBytes:
-    """What the script of a process has taken between two steps, and keeps.
+    """Tracks the memory that the script of a process has allocated between two steps and keeps.
 
-    What the process grows by while the script has it is the script's. But either side may free what the
-    other took (a batch that is made between two steps and dropped in one), and a plain sum would drift
-    by so much with each step. So what was the script's once stays so, and it is never more than the
-    process has grown by since the beginning.
+    Growth of the process while the script runs is attributed to the script. But either side may free
+    what the other allocated (such as a batch that is made between two steps and dropped in one), and a
+    plain sum would drift by that amount in each step. So memory attributed to the script once stays
+    attributed to it, and the total never exceeds the growth of the process since the beginning.
 
     Args:
-        start: what the process holds when its budget begins to count.
+        start: bytes in the process when its budget begins to count.
 
     Attributes:
-        num_bytes: that the script keeps.
+        num_bytes: bytes that the script keeps.
     """
 
     def __init__(self, start: int) -> None:
@@ -173,15 +173,15 @@ class ScriptBytes:
 
     @property
     def rests(self) -> bool:
-        """Whether the process is the script's now."""
+        """Whether the script runs now."""
         return self._begun is not None
 
     def rest(self, there: int) -> None:
-        """The process, which holds so many bytes, is the script's from now on."""
+        """The script runs from now on; the process holds `there` bytes."""
         self._begun = there
 
     def resume(self, there: int) -> None:
-        """It is the script's no more, if it was, and holds so many."""
+        """The script no longer runs, if it did; the process holds `there` bytes."""
         if self._begun is None:
             return
         grown = max(0, there - self._start)
@@ -192,8 +192,8 @@ class ScriptBytes:
 
 
 class CudaMeter(Meter):
-    """What torch's allocator has reserved on a device, and what the process holds beside it (the
-    context, the kernels, libraries)."""
+    """Measures what torch's allocator has reserved on a device, plus what the process holds outside the
+    allocator (context, kernels, libraries)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -220,15 +220,14 @@ class CudaMeter(Meter):
         return torch.cuda.memory_allocated(self._device)
 
     def begin_lap(self) -> None:
-        """See `Meter`. What the allocator keeps and nobody uses is given back, so that it is not taken
-        for the lap's."""
+        """See `Meter`. Releases unused memory of the allocator, which would count toward the lap."""
         self.peak_bytes()
         release_unused(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def drop_lap(self) -> None:
-        """See `Meter`. What the lap's tensors left free in the allocator is given back, or it would
-        count as reserved from here on."""
+        """See `Meter`. Releases the memory that the lap's tensors left unused in the allocator, which
+        would otherwise count as reserved from here on."""
         release_unused(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
 
@@ -236,6 +235,6 @@ class CudaMeter(Meter):
         return self.beside_bytes + torch.cuda.max_memory_reserved(self._device)
 
     def fragmented_bytes(self) -> int | None:
-        """See `Meter`: what is reserved and not allocated."""
+        """See `Meter`. Returns the bytes that are reserved and not allocated."""
         held = torch.cuda.memory_reserved(self._device)
         return max(0, held - torch.cuda.memory_allocated(self._device))

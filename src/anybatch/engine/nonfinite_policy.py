@@ -1,9 +1,9 @@
-"""NonfinitePolicy: what becomes of a step that there is nothing to learn from.
+"""NonfinitePolicy: handles steps that the model cannot learn from.
 
-Its loss, its weight or its gradient is not finite, or it weighs nothing. All ranks see the same totals,
-ask at the same moment and tell each other what they know of their own samples, so all of them come to
-the same. What they staged is put back before: samples are judged by the weights and buffers of the step
-before.
+In such a step the loss, its weight or its gradient is not finite, or the total weight is zero. All
+ranks see the same totals, ask at the same point, and exchange what they know about their own samples,
+so all reach the same decision. Staged state is rolled back first: samples are evaluated with the
+weights and buffers of the previous step.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from anybatch.parallel import Group
 
 @dataclass(frozen=True, slots=True)
 class _Suspicion:
-    """What a rank knows of a loss that is not finite: the micro-batch, in words, the samples that are
-    to blame, what is wrong with a target, if that is known, and whether every sample of the rank is to
-    blame. The default is that of a rank with nothing to say."""
+    """What a rank knows about a loss that is not finite: the micro-batch, in words; the samples that
+    cause it; what is wrong with a target, if known; and whether every sample of the rank causes it. The
+    default is for a rank with nothing to report."""
 
     where: str = ""
     bad: tuple[Bad, ...] = ()
@@ -37,12 +37,12 @@ class _Suspicion:
 
 @final
 class NonfinitePolicy:
-    """Judges steps. Where bad data is skipped, a step is done again without the samples that are to
-    blame, or passed over if none is; else it is an error that names them.
+    """Decides about steps that cannot be learned from. If bad data is skipped, a step is redone without
+    the samples that cause the problem, or skipped if none is found; otherwise an error names them.
 
     Args:
         group: the ranks.
-        blame: finds the samples; None: nobody looks.
+        blame: finds the samples; None: samples are not searched.
         skips: whether bad data is skipped.
     """
 
@@ -53,12 +53,12 @@ class NonfinitePolicy:
 
     @staticmethod
     def accepts(means: Means) -> bool:
-        """Whether there is something to learn from totals like these."""
+        """Returns whether the model can learn from totals like these."""
         finite = math.isfinite(means.loss_sum) and math.isfinite(means.weight)
         return finite and means.weight != 0 and not means.num_negative
 
     def totals(self, means: Means, staged: Staged) -> PassedOver | Again:
-        """What becomes of totals that are not accepted. Raises `LossError` if that is the end."""
+        """Decide about totals that are not accepted. Raises `LossError` if training cannot go on."""
         for what, value in (("loss", means.loss_sum), ("weight", means.weight)):
             if not math.isfinite(value):
                 return self._not_finite(what, value, staged)
@@ -75,8 +75,8 @@ class NonfinitePolicy:
         )
 
     def raised(self, error: Exception, number: int, staged: Staged) -> None:
-        """Note on `error`, which the model or the loss raised in micro-batch `number`, the sample that
-        is to blame, if one is."""
+        """Add a note to `error`, which the model or the loss raised in micro-batch `number`, that names
+        the sample causing it, if there is one."""
         if self._blame is None or isinstance(error, AnybatchError) or is_memory_error(error):
             return
         for bad in self._blame.raising(number, staged.source):
@@ -86,16 +86,16 @@ class NonfinitePolicy:
             )
 
     def gradient(self, norm: float, loss: float, staged: Staged) -> PassedOver | Again:
-        """What becomes of a gradient whose `norm` is not finite, though its `loss` is. Raises
-        `LossError` if that is the end."""
-        if self._group.delays:  # by samples that are gone
+        """Decide about a gradient whose `norm` is not finite although its `loss` is. Raises `LossError`
+        if training cannot go on."""
+        if self._group.delays:  # the samples that it came from are gone
             step = f"step {staged.step}"
             raise not_applied(norm, f"the step before {step}", f", and nothing of {step} was kept")
         mine: tuple[Bad, ...] = ()
         if self._blame is not None:
             mine = tuple(self._blame.gradients(staged.numbers, staged.source))
         everyone = [mine]
-        if not self._group.diverges:  # else it is this rank's own, and no other has come here
+        if not self._group.diverges:  # otherwise the gradient is this rank's own; others are not here
             everyone = self._group.exchange(mine)
         found = by_rank(everyone)
         if self._skips:
@@ -126,7 +126,7 @@ class NonfinitePolicy:
                 f"{_culprits(found, self._group.size)} the {what} of step {staged.step} {value}{wrong}:"
                 f" mend {'it' if len(found) == 1 else 'them'}, or {_LEFT_OUT}"
             )
-        # The first rank that has a place to name.
+        # The first rank that can name a place.
         worst = next((rank for rank, one in enumerate(everyone) if one.where), None)
         where = "" if worst is None else f" in {everyone[worst].where}"
         where += f" of rank {worst}" if where and len(everyone) > 1 else ""
@@ -135,7 +135,7 @@ class NonfinitePolicy:
             if every
             else ", and no sample makes it so alone"
         )
-        if self._blame is None:  # none was tried
+        if self._blame is None:  # no sample was evaluated
             who = ""
         if math.isinf(value) and staged.in_float16:
             raise LossError(
@@ -160,8 +160,8 @@ class NonfinitePolicy:
 
 
 def not_applied(norm: float, step: str, lost: str = "") -> LossError:
-    """The error of a gradient that crossed while others were computed, and is not finite. `step`: which
-    one's, in words; `lost`: what else has come to nothing."""
+    """Returns the error for a gradient that is not finite, whose exchange between ranks overlapped with
+    later computation. `step`: the step it belongs to, in words; `lost`: what else was discarded."""
     return LossError(
         f"the gradient of {step}, which was under way, has the norm {norm}: a learning rate that is too"
         f" large, or a division by zero in backward, is the usual cause. It was not applied{lost}."
@@ -172,7 +172,7 @@ _LEFT_OUT = "bad_data='skip' leaves such samples out. Nothing of the step was ke
 
 
 def _culprits(found: Sequence[tuple[int, Bad]], num_ranks: int) -> str:
-    """The beginning of a sentence about samples that are to blame."""
+    """Returns the beginning of a sentence about the samples that cause the problem."""
     names = told_samples([bad.place.name for _, bad in found])
     where = (
         f" on rank {found[0][0]}" if num_ranks > 1 and len({rank for rank, _ in found}) == 1 else ""
@@ -181,5 +181,5 @@ def _culprits(found: Sequence[tuple[int, Bad]], num_ranks: int) -> str:
 
 
 def _too_fast(step: int) -> str:
-    """Before the first update the learning rate has done nothing yet."""
+    """Returns the words about the learning rate, which has had no effect before the first update."""
     return "a learning rate that is too large, or " if step > 1 else ""

@@ -1,4 +1,4 @@
-"""Outcome: what a rank stages in an attempt at a global step, and what the attempt may come to."""
+"""Outcome: what a rank stages in an attempt at a global step, and the results the attempt can have."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from anybatch.parallel.failures import RankReport
 
 @dataclass(slots=True)
 class Staged:
-    """What this rank has staged in one attempt.
+    """State that this rank has staged in one attempt.
 
     Attributes:
-        index: of the step, from 0.
-        source: its samples.
+        index: index of the step, from 0.
+        source: samples of the step.
         totals: sums over the micro-batches.
-        numbers: of the micro-batches that are in the totals, in that order.
-        in_float16: the loss function added up in float16.
-        empty: what is wrong with a mean over nothing, in words, if the loss has one.
-        outputs: of this rank's part, if the loss hands any out.
-        sums: the totals as the ranks add them up; None: the passes have not all been made.
-        seconds: from the beginning of the attempt to the end of the vote.
+        numbers: numbers of the micro-batches in the totals, in that order.
+        in_float16: whether the loss function added up in float16.
+        empty: description of a mean over nothing, if the loss has one.
+        outputs: outputs of this rank's part, if the loss returns any.
+        sums: the totals as the ranks add them up; None: not all passes have been run.
+        seconds: time from the beginning of the attempt to the end of the vote.
     """
 
     index: int
@@ -45,15 +45,15 @@ class Staged:
 
     @property
     def step(self) -> int:
-        """Its number, from 1."""
+        """Number of the step, from 1."""
         return step_number(self.index)
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A step that was done. See `events.StepDone` for the fields. `agreed_seconds` is how long this
-    rank took until it knew that all had staged it, in the attempt that succeeded; `outputs` are those
-    of this rank's part, see `Loss`."""
+    """A step that was committed. See `events.StepDone` for the fields. `agreed_seconds` is the time, in
+    the attempt that succeeded, until this rank knew that all ranks had staged the step; `outputs` are
+    those of this rank's part, see `Loss`."""
 
     loss: float
     weight: float
@@ -69,18 +69,18 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """A step that was left out whole: there is nothing in it to learn from. Nothing has changed."""
+    """A step that was skipped entirely, since it has nothing to learn from. Nothing has changed."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """An attempt that left no trace.
+    """An attempt that was rolled back, so that the step can be run again.
 
     Attributes:
-        told: what each rank has to tell, if one failed.
-        bad: samples to do the step without, each with the rank that found it.
+        told: the reports of all ranks, if one failed.
+        bad: samples to omit from the step, each with the rank that found it.
     """
 
     told: Sequence[RankReport] = ()
@@ -88,7 +88,7 @@ class Again:
 
 
 def by_rank(lists: Iterable[Iterable[Bad]]) -> list[tuple[int, Bad]]:
-    """Every sample once, with the first rank that found it."""
+    """Returns every sample once, with the first rank that found it."""
     found: dict[int, tuple[int, Bad]] = {}
     for rank, several in enumerate(lists):
         for bad in several:

@@ -1,11 +1,11 @@
-"""Random state as a function of the step, or as it was found.
+"""Randomness: random state as a function of the step, or as left by the user's script.
 
 A run that anybatch owns seeds every generator at the beginning of each attempt of a step, from (seed,
-index, rank), where the index is the number of steps before it: then a redone step draws what the first
-attempt drew, and a resumed run needs no saved state. A reproducible run seeds them for every pass, from
-what does not depend on the ranks.
-Around an existing script the generators are the user's: they are left alone, and only put back when a
-step is redone.
+index, rank), where the index is the number of steps before it. So a redone step draws the same numbers
+as the first attempt, and a resumed run needs no saved state. A reproducible run seeds the generators
+for every pass, from values that do not depend on the ranks.
+Around an existing script the generators belong to the user: they are left alone, and only restored when
+a step is redone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _States: TypeAlias = "tuple[tuple[Any, ...], torch.Tensor | None]"
 
 
 class Randomness(ABC):
-    """What the generators of Python, NumPy and torch hold when a step is computed."""
+    """Controls the state of the generators of Python, NumPy and torch when a step is computed."""
 
     @abstractmethod
     def begin(self, index: int) -> None:
@@ -29,7 +29,7 @@ class Randomness(ABC):
 
     @abstractmethod
     def redo(self, index: int) -> None:
-        """Called before every further attempt of it."""
+        """Called before every further attempt of the step."""
 
     def begin_grain(self, index: int, grain: int) -> None:  # noqa: B027
         """Called before the pass over `grain` of a reproducible step."""
@@ -39,15 +39,15 @@ class Randomness(ABC):
 
     @abstractmethod
     def begin_pass(self, index: int, number: int) -> None:
-        """Called before a pass that is run twice, both times: it draws the same."""
+        """Called before both runs of a pass that is run twice, so that they draw the same numbers."""
 
     @abstractmethod
     def close(self) -> None:
-        """Training is over."""
+        """Called at the end of training."""
 
 
 class Keyed(Randomness):
-    """Seeded from (seed, index, rank); after the run the generators are as they were before it."""
+    """Seeds from (seed, index, rank). The state of the generators is restored after the run."""
 
     def __init__(self, seed: int, rank: int, device: torch.device) -> None:
         self._found = Ambient(device)
@@ -66,7 +66,7 @@ class Keyed(Randomness):
         self._seed_by(mix(self._seed, index, self._rank, number))
 
     def close(self) -> None:
-        """Put the generators back."""
+        """Restore the generators."""
         self._found.redo(0)
 
     def _seed_by(self, key: int) -> None:
@@ -74,8 +74,8 @@ class Keyed(Randomness):
 
 
 class KeyedByGrain(Keyed):
-    """Seeded from (seed, index, grain) for each pass, and from (seed, index) for the update: whichever
-    rank runs a grain draws the same."""
+    """Seeds from (seed, index, grain) for each pass, and from (seed, index) for the update, so that a
+    grain draws the same numbers on any rank."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__(seed, 0, device)
@@ -84,33 +84,33 @@ class KeyedByGrain(Keyed):
         self._seed_by(mix(self._seed, index, 0, grain))
 
     def begin_pass(self, index: int, number: int) -> None:
-        """See `Randomness`: it is seeded as a grain."""
+        """See `Randomness`. Does nothing: the pass is seeded as a grain."""
 
     def begin_update(self, index: int) -> None:
         self.begin(index)
 
 
 class Ambient(Randomness):
-    """Whatever the user's script left in the generators."""
+    """Uses the state that the user's script left in the generators."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device if device.type == "cuda" else None
         self._before: _States | None = None
-        self._after: _States | None = None  # of passes that were seeded
+        self._after: _States | None = None  # state to restore after seeded passes
         self._key = 0
 
     def begin(self, index: int) -> None:
-        """Remember the generators' states."""
+        """Save the states of the generators."""
         self._before, self._after = self._now(), None
 
     def redo(self, index: int) -> None:
-        """Put the remembered states back."""
+        """Restore the saved states."""
         self._put_back(self._before)
         self._after = None
 
     def begin_pass(self, index: int, number: int) -> None:
-        """See `Randomness`. Seeded from a number that is drawn once; when the passes are over, the
-        generators go on from there."""
+        """See `Randomness`. Seeds from a number that is drawn once per attempt; the generators continue
+        from the state after that draw when the passes are over."""
         if self._after is None:
             self._key = int(torch.randint(1 << 62, ()))
             self._after = self._now()
@@ -121,7 +121,7 @@ class Ambient(Randomness):
         self._after = None
 
     def close(self) -> None:
-        """Leave the generators where training brought them, as a plain loop would."""
+        """Leave the generators in the state that training left, as a plain loop would."""
 
     def _now(self) -> _States:
         return snapshot(), None if self._cuda is None else torch.cuda.get_rng_state(self._cuda)
@@ -135,7 +135,7 @@ class Ambient(Randomness):
 
 
 def _seed(key: int, cuda: torch.device | None) -> None:
-    """Seed the generators of the host, and that of a device."""
+    """Seed the generators of the host and that of a device."""
     seed_by(key)
     if cuda is not None:
         with torch.cuda.device(cuda):

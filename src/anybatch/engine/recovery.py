@@ -1,4 +1,4 @@
-"""Recovery: the plan that a run follows, and the one that it takes when memory runs out."""
+"""Recovery: the plan that a run follows, and the one it changes to when memory runs out."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from anybatch.parallel.failures import RankReport, first_error, memory_events
 from anybatch.plans import Plan
 
 _SETTLED_AFTER = 4
-"""Steps after which memory in use grows no more, unless the task's code keeps something of each."""
+"""Steps after which memory in use no longer grows, unless the task's code keeps something from each."""
 
 
 @final
 class Recovery:
-    """Follows a plan on all ranks alike.
+    """Follows the same plan on all ranks.
 
     Args:
-        plan: followed first.
+        plan: the plan to start with.
         context: what passes are run with.
-        sink: gets the events of recovery.
+        sink: receives the events of recovery.
 
     Attributes:
-        plan: the one that is followed now.
+        plan: the current plan.
     """
 
     def __init__(self, plan: Plan, context: PassContext, sink: Sink) -> None:
@@ -41,7 +41,7 @@ class Recovery:
         self._settled: tuple[int, int] | None = None  # a step, and bytes in use after it
 
     def committed(self, step: int) -> None:
-        """`step` was done under the present plan."""
+        """Record that `step` was committed under the current plan."""
         self._ladder.committed()
         if self._settled is None and step >= _SETTLED_AFTER:
             self._settled = step, self._meter.kept_bytes()
@@ -52,7 +52,7 @@ class Recovery:
         self._change(plan, step, reason, tells=tells and plan.choice != self.plan.choice)
 
     def grow(self, step: int) -> bool:
-        """See `Transactions.grow`. `step` is the next one."""
+        """See `Transactions.grow`. `step` is the number of the next step."""
         before = self.plan
         found = self._ladder.up(before)
         if found is None:
@@ -62,7 +62,7 @@ class Recovery:
         return self.plan is not before
 
     def make_room(self, everyone: Sequence[RankReport], step: int) -> None:
-        """Go on in `step` under the next leaner plan. Raises `NoPlanFits`, on all ranks, if there is
+        """Continue in `step` under the next leaner plan. Raises `NoPlanFits`, on all ranks, if there is
         none."""
         mine = everyone[self._group.rank].failure
         if mine is not None:
@@ -84,8 +84,8 @@ class Recovery:
             self._change(leaner, step, f"memory ran out in {worst.phase}")
 
     def _change(self, plan: Plan, step: int, reason: str, tells: bool = True) -> None:
-        """Follow `plan` from `step` on; or the next leaner one, if on any rank there is no room for the
-        optimizer's states where it has them."""
+        """Follow `plan` from `step` on, or the next leaner one if some rank has no room for the
+        optimizer states where the plan places them."""
         before, self.plan = self.plan, plan
         self._replica.switch(plan.choice, plan.kernels)
         self._limit.follow(plan.choice.freed_memory)
@@ -105,7 +105,7 @@ class Recovery:
             self.make_room(everyone, step)
 
     def _move_states(self, plan: Plan, step: int) -> Sequence[RankReport]:
-        """Bring the optimizer's states to where `plan` has them. What all ranks tell of it."""
+        """Move the optimizer states to where `plan` places them. Returns the reports of all ranks."""
         told, wrong = RankReport(), None
         try:
             self._replica.updater.keep_states(plan.choice.optimizer_states)
@@ -113,7 +113,7 @@ class Recovery:
         except Exception as error:
             told = RankReport.of(error, "update", self._meter)
             wrong = None if told.can_be_mended else error
-        if self._group.diverges:  # the others change their plans when they have to
+        if self._group.diverges:  # each rank changes its plan by itself
             everyone = [RankReport()] * self._group.size
             everyone[self._group.rank] = told
         else:

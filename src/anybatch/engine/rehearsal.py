@@ -1,8 +1,8 @@
 """Rehearsal: passes over real samples that are timed, measured and undone.
 
-They are what a step that fails leaves behind, which is nothing: gradients are dropped, buffers and what
-the loss keeps are put back, and random state is set anew where the next step begins. Ranks do not meet
-in them.
+Like a failed step, they leave nothing behind: gradients are dropped, buffers and the state that the
+loss keeps are restored, and random state is set anew when the next step begins. Ranks do not
+synchronize in them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _CUDA_PASSES, _CUDA_SECONDS = 10, 1.0
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
-    """What passes took.
+    """Measurements of the passes.
 
     Attributes:
-        seconds: per sample, or per one of the longest where they differ in length, with the time to
-            fetch them; the median of all passes but the first, which has no gradients to add to, if
-            there were more. Without the time for which a CPU that one rank has for itself was given to
-            others.
-        peak_bytes: most that was in use in any of them, above the baseline.
-        fits: whether that was within the budget.
+        seconds: time per sample (per sample of the longest length where lengths differ), including the
+            time to fetch it; the median of all passes but the first, which has no gradients to add to,
+            if there were more. For a single rank on CPU, time in which the thread had no core is
+            excluded.
+        peak_bytes: peak of bytes in use in any of the passes, above the baseline.
+        fits: whether the peak was within the budget.
     """
 
     seconds: float
@@ -46,14 +46,14 @@ class Rehearsed:
 
 @final
 class Rehearsal:
-    """Runs passes on a replica between two steps."""
+    """Runs trial passes on a replica between two steps."""
 
     def __init__(self, context: PassContext) -> None:
         self._replica, self._group = context.replica, context.group
         self._randomness, self._limit = context.randomness, context.limit
         self._meter, self._thread = context.meter, context.thread
         self._buffers, self._timer = context.buffers, context.timer
-        # Among several ranks, or with a device that is waited for, idling is not want of a core.
+        # With several ranks, or a device to wait for, idle time does not mean that a core was missing.
         self._alone_on_cpu = context.group.size == 1 and context.device.type == "cpu"
         self._on_cuda = context.device.type == "cuda"
 
@@ -70,13 +70,13 @@ class Rehearsal:
         restore the choice `after` and the kernels. `kernels` replaces the kernel choices during these
         passes. Returns None if memory ran out.
 
-        Raises what the data, the model or the loss raises.
+        Raises the errors of the data, the model or the loss.
         """
         self._randomness.begin(index)
         before = self._replica.kernels
         self._replica.switch(choice, kernels)
         self._limit.follow(choice.freed_memory)
-        trim()  # what earlier passes left free is not part of these
+        trim()  # memory that earlier passes left free must not be measured
         try:
             with self._replica.loss_untouched():
                 found = self._thread.run(lambda: self._passes(source, choice, most))
@@ -90,7 +90,7 @@ class Rehearsal:
         return found
 
     def _pass(self, micro: MicroBatch, source: Source) -> None:
-        """As in a step. What a joint loss compares with other passes, or ranks, is left out."""
+        """Run one pass as in a step, without what a joint loss compares with other passes or ranks."""
         replica, size = self._replica, micro.num_samples
         replica.begin_step()
         ask: Ask | None = None
@@ -103,8 +103,8 @@ class Rehearsal:
         replica.accumulate(micro.batch, size, micro.ghosts, ask)
 
     def _goes_on(self, seconds: Sequence[float], most: int) -> bool:
-        """Whether to run another pass. On CUDA the first ones load kernels and take memory from the
-        driver, so the median is of more of them."""
+        """Returns whether to run another pass. On CUDA the first passes load kernels and take memory
+        from the driver, so the median is taken over more passes."""
         if len(seconds) < most:
             return True
         settles = self._on_cuda and most > 1
@@ -148,8 +148,8 @@ class Rehearsal:
 
 
 def _again_and_again(source: Source, choice: Choice) -> Iterator[MicroBatch]:
-    """The micro-batches of a step, and then the same ones; none if there are none. Where samples are in
-    order of length they begin with the longest."""
+    """Yields the micro-batches of a step repeatedly; none if there are none. Where samples are sorted
+    by length, they begin with the longest."""
     is_empty = False
     while not is_empty:
         is_empty = True

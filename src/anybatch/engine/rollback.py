@@ -1,10 +1,11 @@
-"""What forward writes and outlives a step, as it was before the step: buffers, attributes, generators.
+"""Rollback: restores the buffers, attributes and generators that forward changes in a step.
 
-Forward writes BatchNorm's running statistics and whatever else a module keeps in buffers. They are
-copied before each step and put back when the step is redone. All of them, every time: some kernels
-write a buffer without changing its version, so there is no safe way to know which ones changed. The
-same for plain attributes of modules (a counter), for generators of random numbers that the model or the
-loss has for itself, and for frozen parameters that forward writes to (a momentum encoder).
+Forward writes BatchNorm's running statistics and whatever else a module keeps in buffers. Buffers are
+copied before each step and restored when the step is redone. All of them are copied every time, since
+some kernels write a buffer without changing its version, so there is no safe way to know which ones
+changed. The same is done for plain attributes of modules (such as a counter), for random number
+generators that the model or the loss owns, and for frozen parameters that forward writes to (such as a
+momentum encoder).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from anybatch.side_effects import generators_in
 
 
 class SavedBuffers:
-    """The buffers of `model`, saved and put back, and what it and `loss` have besides."""
+    """Saves and restores the buffers of `model`, and other state that it and `loss` keep."""
 
     def __init__(
         self, model: nn.Module, loss: object = None, writes: ParameterWrites | None = None
@@ -31,21 +32,21 @@ class SavedBuffers:
         self._writes = writes
         self._generators: Sequence[Any] | None = None
         self._state: ModuleState | None = None
-        # By `items`, since nothing else goes through the buffers of what torch.jit has compiled.
+        # By `items`, since nothing else iterates over the buffers of modules compiled by torch.jit.
         self._places = [
             (module, name) for module in model.modules() for name, _ in module._buffers.items()
         ]
         self._index = {place: i for i, place in enumerate(self._places)}
-        self._copies: list[tuple[Tensor, Tensor] | None] = []  # their memory is used again
-        self._saved: list[tuple[Tensor, Tensor] | None] = []  # empty: nothing to put back
+        self._copies: list[tuple[Tensor, Tensor] | None] = []  # reused by the next `save`
+        self._saved: list[tuple[Tensor, Tensor] | None] = []  # empty: nothing to restore
 
     def forget(self) -> None:
-        """What was saved is of a step that is over: there is nothing to put back."""
+        """Discard the saved state, which belongs to an earlier step: there is nothing to restore."""
         self._saved = []
         self._state = None
 
     def save(self) -> None:
-        """Remember what the buffers hold now."""
+        """Save the current state."""
         if self._generators is None:
             self._generators = generators_in(*self._users)
         if self._places:
@@ -55,14 +56,14 @@ class SavedBuffers:
             self._writes.save()
 
     def held(self, module: nn.Module, name: str) -> Tensor | None:
-        """What buffer `name` of `module` held at `save`. To be read only."""
+        """Returns the value of buffer `name` of `module` at `save`. Read-only."""
         saved = self._saved[self._index[module, name]]
         return None if saved is None else saved[1]
 
     @torch.no_grad()
     def _save(self) -> None:
         known = self._copies or [None] * len(self._places)
-        self.forget()  # what was saved before is not to be put back if memory runs out here
+        self.forget()  # if memory runs out here, the earlier copies must not be restored
         now: list[tuple[Tensor, Tensor] | None] = []
         sources: list[Tensor] = []
         copies: list[Tensor] = []
@@ -81,7 +82,7 @@ class SavedBuffers:
         self._saved = self._copies = now
 
     def put_back(self) -> None:
-        """Make everything as it was at `save`."""
+        """Restore everything to its state at `save`."""
         self.put_back_buffers()
         if self._state is not None:
             self._state.put_back()
@@ -90,7 +91,7 @@ class SavedBuffers:
 
     @torch.no_grad()
     def put_back_buffers(self) -> None:
-        """Make the buffers hold what they held at `save`, also where a module replaced one."""
+        """Restore the buffers to their values at `save`, including any that a module replaced."""
         for (module, name), saved in zip(self._places, self._saved, strict=False):
             if saved is None:
                 module._buffers[name] = None
@@ -102,7 +103,7 @@ class SavedBuffers:
 
 
 def _once(values: Tensor, like: Tensor) -> Tensor:
-    """A view of `values` in which each place in the memory of `like` (expanded, say) is once."""
+    """Returns a view of `values` with each memory location of `like` (expanded, say) once."""
     for dim, stride in enumerate(like.stride()):
         if stride == 0 and like.size(dim) > 1:
             values = values.narrow(dim, 0, 1)

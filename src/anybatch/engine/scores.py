@@ -1,10 +1,10 @@
-"""Scores: the metric objects of one rank in one evaluation, and how those of all ranks become one.
+"""Scores: the metric objects of one rank in one evaluation, and how they are merged over all ranks.
 
-torchmetrics would synchronise by itself, over torch.distributed's default group and in the middle of
-`compute`. Here states cross in one exchange after the vote, so it works in every way of being
-parallel, a rank that failed is waited for by nobody, and an evaluation that is done again begins with
-states that were reset. Ranks without samples have nothing to add and are left out: some states
-(correlation's, say) are not made to be merged with empty ones.
+torchmetrics would synchronize by itself, over torch.distributed's default group and in the middle of
+`compute`. Here states are exchanged once, after the vote. This works with every kind of parallelism, no
+rank waits for one that failed, and an evaluation that is redone starts from reset states. Ranks without
+samples have nothing to add and are left out: some states (for example, of a correlation) cannot be
+merged with empty ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NUMBERED = 1000  # a vector may have a value for each class
 
 
 class Scores:
-    """Copies of the objects in `given`, for the evaluations of one rank.
+    """Copies of the metric objects in `given`, for the evaluations of one rank.
 
     Raises `InputError` for a metric that cannot be merged over the ranks of `group`.
     """
@@ -48,26 +48,27 @@ class Scores:
             score.reset()
 
     def inputs(self, model: nn.Module, batch: Any) -> list[Any]:
-        """The arguments of the updates with `batch`."""
+        """Returns the arguments for the updates with `batch`."""
         return [inputs(model, batch) for _, inputs in self._sets]
 
     def update(self, inputs: Sequence[Any]) -> None:
-        """Take in one batch. `inputs`: see above."""
+        """Update with one batch. `inputs`: the return value of `inputs()`."""
         self._updated = True
         for (scores, _), one in zip(self._sets, inputs, strict=True):
             for score in scores:
                 score.update(one)
 
     def states(self) -> list[Any]:
-        """What the other ranks must know, on the host: nothing if there are none, or no samples."""
+        """Returns the states that the other ranks need, on the host; empty for a single rank or without
+        samples."""
         if self._group.size == 1 or not self._updated:
             return []
         return [score.state() for score in self._all()]
 
     def results(self, states: list[Any]) -> dict[str, float]:
-        """The figures over all ranks. `states`: what `states` gave. Every rank calls it.
+        """Returns the values over all ranks. Every rank must call it. `states`: result of `states()`.
 
-        Raises what a metric raises in `compute`, and `PeerFailed` on the other ranks.
+        Raises the errors of `compute`, and `PeerFailed` on the other ranks.
         """
         if not self._sets:
             return {}
@@ -75,7 +76,7 @@ class Scores:
         values: dict[str, float] | None = None
         everyone = [one for one in self._group.exchange(states) if one]
         try:
-            # What a metric learned from samples beside its states, only those who had some know.
+            # Only ranks that had samples know what a metric learned from them besides its states.
             if self._updated or not everyone:
                 values = self._values(everyone)
         except Exception as error:
@@ -126,8 +127,8 @@ class _Score:
             self._metric.update(inputs)
 
     def state(self) -> Any:
-        """For each object that has states, how often it was updated and the states; or a copy of the
-        metric, if its states are its own business."""
+        """Returns the update count and the states of each object that has states; or a copy of the
+        metric if it manages its states by itself."""
         if self._parts:
             return [
                 (part._update_count, {name: _sent(getattr(part, name)) for name in part._defaults})
@@ -137,7 +138,7 @@ class _Score:
         return mine.to("cpu") if callable(getattr(mine, "to", None)) else mine
 
     def merge(self, everyone: Sequence[Any]) -> None:
-        """Become the metric of all ranks. `everyone`: the `state` of each."""
+        """Become the metric over all ranks. `everyone`: the `state` of each rank."""
         if not self._parts:
             first, *rest = everyone
             self._metric = copy.deepcopy(first)
@@ -155,7 +156,7 @@ class _Score:
             part._computed = None
 
     def value(self) -> dict[str, float]:
-        """The figures: one, or several under names that begin with that of the metric."""
+        """Returns the values: one, or several under names that begin with that of the metric."""
         return dict(self._figures(self._name, self._metric.compute()))
 
     def _place(self) -> None:
@@ -172,7 +173,7 @@ class _Score:
         if kind == "dim_zero_cat":
             return reduction(values)
         if kind == "dim_zero_mean":
-            # A mean of means is one only where all count alike; as a constant it may stand.
+            # A mean of means is correct only if all counts are equal; a constant can be kept.
             if all(torch.equal(value, values[0]) for value in values):
                 return values[0]
             raise InputError(
@@ -220,7 +221,7 @@ class _Score:
 
 
 def _with_states(metric: Any) -> list[Any]:
-    """The objects within `metric`, itself included, that declare states as torchmetrics' do."""
+    """Returns the objects in `metric`, including itself, that declare states as torchmetrics' do."""
     modules = metric.modules() if isinstance(metric, nn.Module) else [metric]
     return [one for one in modules if hasattr(one, "_reductions") and hasattr(one, "_defaults")]
 
@@ -230,7 +231,7 @@ def _never() -> bool:
 
 
 def _plain(error: Exception) -> RankReport:
-    """An error of any kind: no smaller batch mends `compute`."""
+    """Returns a report for an error that a smaller batch cannot fix, such as one from `compute`."""
     told = RankReport.of(error)
     return RankReport(error=told.error, exit_status=told.exit_status)
 

@@ -1,7 +1,8 @@
-"""Skips: samples and steps that are left out of training, told and counted.
+"""Skips: samples and steps that are left out of training, reported and counted.
 
-Leaving out is what the task asked for, so it is no error; training on next to nothing would be one that
-nobody notices. So there is an end to it, and it is the same on all ranks, which all know the same.
+Leaving out bad data is what the task requested, so it is not an error. But training on almost nothing
+would go unnoticed, so there is a limit, which all ranks reach at the same time, since all have the same
+counts.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from anybatch.errors import DataError, LossError
 from anybatch.events import Sink, Skipped
 
 MOST_IN_A_ROW = 10
-"""Steps left out whole, one after the other, before training ends."""
+"""Consecutive steps skipped entirely before training ends."""
 
 MOST_OF_EPOCH = 0.5
-"""Part of an epoch that may be left out before training ends."""
+"""Fraction of an epoch that may be left out before training ends."""
 
 
 @final
 class Skips:
-    """What is left out of one run.
+    """Tracks what is left out of one run.
 
     Args:
-        sink: is told.
-        epoch_samples: of an epoch; None: not known before its end.
-        num_held_out: samples that evaluations have; None: not known.
+        sink: receives the events.
+        epoch_samples: number of samples in an epoch; None: not known before its end.
+        num_held_out: number of samples for evaluation; None: unknown.
 
     Attributes:
-        num_samples: left out of training so far.
-        held_out: positions of the held-out samples that evaluations do without, in order.
+        num_samples: number of samples left out of training so far.
+        held_out: positions of the held-out samples that evaluations omit, in order.
     """
 
     def __init__(
@@ -44,23 +45,23 @@ class Skips:
         self.held_out: Sequence[int] = ()
         self._sink = sink
         self._epoch_samples = epoch_samples
-        self._taken = self._missing = 0  # of this epoch
+        self._taken = self._missing = 0  # in this epoch
         self._in_a_row = 0
         self._reason = ""
 
     def leave_out(self, step: int, found: Sequence[tuple[int, Bad]]) -> None:
-        """`step` is done without these: (rank that found it, sample) each.
+        """`step` is run without these samples, given as (rank that found it, sample).
 
-        Raises `DataError` if that makes too many.
+        Raises `DataError` if too many have been left out.
         """
         for (rank, epoch, reason), group in groupby(found, _by_reason):
             samples = tuple(bad.place.sample for _, bad in group)
             self._miss(step, rank, epoch, samples, len(samples), reason)
 
     def pass_over(self, step: int, epoch: int, num_samples: int, reason: str) -> None:
-        """`step` is left out whole, with the `num_samples` that it had left.
+        """`step` is skipped entirely, with its remaining `num_samples` samples.
 
-        Raises `DataError` or `LossError` if that makes too many.
+        Raises `DataError` or `LossError` if too much has been left out.
         """
         self._miss(step, None, epoch, (), num_samples, reason)
         self._in_a_row += 1
@@ -72,11 +73,11 @@ class Skips:
             )
 
     def learned(self) -> None:
-        """The step was not left out whole."""
+        """Record that the step was not skipped."""
         self._in_a_row = 0
 
     def done(self, num_samples: int, epoch: int, epoch_end: bool) -> None:
-        """A step that took so many samples from the order, in an epoch, is over.
+        """A step that took `num_samples` samples from the order, in `epoch`, has ended.
 
         Raises `DataError` if more than half of the epoch has been left out.
         """
@@ -86,9 +87,9 @@ class Skips:
             self._taken = self._missing = 0
 
     def leave_out_of_evaluation(self, step: int, found: Sequence[tuple[int, Bad]]) -> None:
-        """Every evaluation after `step` steps is done without these: (rank that found it, sample) each.
+        """Evaluations from `step` on run without these samples, given as (rank that found it, sample).
 
-        Raises `DataError` if that makes too many.
+        Raises `DataError` if too many have been left out.
         """
         self.held_out = sorted({*self.held_out, *(bad.place.position for _, bad in found)})
         for (rank, epoch, reason), group in groupby(found, _by_reason):
@@ -110,7 +111,7 @@ class Skips:
         num_samples: int,
         reason: str,
     ) -> None:
-        """Samples of the order are missing from now on. Raises `DataError` if they are too many."""
+        """Count samples of the order as missing. Raises `DataError` if too many are missing."""
         self.num_samples += num_samples
         self._missing += num_samples
         self._reason = reason

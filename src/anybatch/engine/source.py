@@ -1,4 +1,4 @@
-"""What the engine is given of a global step: its samples, as often as the step is tried."""
+"""Source: provides the samples of a global step to the engine, as often as the step is tried."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from anybatch.data import Bad, Place
 from anybatch.plans import Choice
 
 Take: TypeAlias = "Callable[[int, int], Any]"
-"""From a first sample to an end: these as one batch."""
+"""Returns the samples from a first index up to an end index as one batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass.
+    """Input of one forward pass.
 
     Attributes:
-        batch: on the device; None for a pass in which only other ranks have samples.
-        num_samples: in it.
-        ghosts: its cut into ghost batches.
-        last: whether it is this rank's last one of the step.
-        padded: its padded size, in samples of the longest, where they differ in length; else None.
-        is_drawn: whether its samples are some of all lengths, as they were drawn, where those after
-            them are in order of length.
-        ends_drawn: whether it is the last one of these.
-        grain: its number in the global batch, where that is cut into grains; else None.
-        part: the part of the step that it belongs to, where steps are cut into parts.
-        ends_part: whether it is the last one of that part.
+        batch: batch on the device; None for a pass in which only other ranks have samples.
+        num_samples: number of samples in the batch.
+        ghosts: sizes of its ghost batches.
+        last: whether it is this rank's last micro-batch of the step.
+        padded: padded size, in samples of the longest length, where lengths differ; else None.
+        is_drawn: whether its samples have mixed lengths, in the order drawn, while the samples after
+            them are sorted by length.
+        ends_drawn: whether it is the last such micro-batch.
+        grain: its number in the global batch, where that is divided into grains; else None.
+        part: the part of the step that it belongs to, where steps are divided into parts.
+        ends_part: whether it is the last micro-batch of that part.
     """
 
     batch: Any
@@ -44,58 +44,57 @@ class MicroBatch:
 
     @property
     def amount(self) -> float:
-        """What it holds, as time and memory go by it: samples, or as many of the longest."""
+        """Size that determines time and memory: in samples, or in samples of the longest length."""
         return self.num_samples if self.padded is None else self.padded
 
 
 class Source(Protocol):
-    """The samples of one global step, given as often as the step is tried. A source whose samples have
-    no names takes the last four as they are."""
+    """The samples of one global step, provided as often as the step is tried. A source whose samples
+    have no names keeps the defaults of the last four methods."""
 
     @property
     def num_samples(self) -> int:
-        """Of all ranks together, without those that are left out; 0: not known."""
+        """Number of samples over all ranks, without those left out; 0 if unknown."""
         return 0
 
     def micro_batches(self, choice: Choice, keep: bool = False) -> Iterator[MicroBatch]:
-        """The micro-batches of this rank under `choice`, in order, from the first. `keep`: they are
-        going to be asked for `once_more`."""
+        """Returns the micro-batches of this rank under `choice`, in order, from the first one. `keep`:
+        they will be requested again with `once_more`."""
         ...
 
     @property
     def own_samples(self) -> int:
-        """In the micro-batches that are being given."""
+        """Number of this rank's samples in the micro-batches being iterated."""
         ...
 
     def once_more(self) -> Iterator[MicroBatch]:
-        """The micro-batches that were kept, all of which have been given."""
+        """Returns the micro-batches that were kept, after all of them have been iterated."""
         ...
 
     def first_samples(self, most: int, batch: Any) -> tuple[Take, int]:
-        """How to take some of the first samples of this rank, on the device, and how many there are to
-        take from, at most `most`. `batch`: its first micro-batch."""
+        """Returns a function that takes some of this rank's first samples, on the device, and the
+        number of samples available to it, at most `most`. `batch`: its first micro-batch."""
         ...
 
     def describe(self, number: int) -> str:
-        """The samples of micro-batch `number` of the last attempt, in words."""
+        """Returns a description of the samples of micro-batch `number` of the last attempt."""
         ...
 
     def is_coupled(self, batch: Any) -> bool:
-        """Whether samples are made into batches in a way by which those of its first micro-batch,
-        `batch`, would be others alone."""
+        """Returns whether batching couples samples, so that those of the first micro-batch, `batch`,
+        would differ if batched alone."""
         del batch
         return False
 
     def places(self, number: int) -> Sequence[Place]:
-        """The samples of micro-batch `number` of the last attempt; none, if they have no names."""
+        """Returns the samples of micro-batch `number` of the last attempt; empty without names."""
         del number
         return ()
 
     def alone(self, place: Place) -> Any:
-        """That sample as a batch of its own, on the device."""
+        """Returns this sample as a batch of size one, on the device."""
         raise AssertionError("a sample without a name is asked for")
 
     def leave_out(self, bad: Sequence[Bad]) -> int:
-        """From the next attempt on the step is without these samples. How many are left, on all ranks
-        together."""
+        """Omit these samples from the next attempt on. Returns how many are left, over all ranks."""
         raise AssertionError("a sample without a name is left out")

@@ -1,5 +1,5 @@
-"""Staging: the passes of one rank in a step, forward and backward of its micro-batches. Gradients,
-losses and weights are sums.
+"""Staging: runs the passes of one rank in a step, forward and backward for each micro-batch. Gradients,
+losses and weights are accumulated as sums.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from anybatch.plans import Plan
 
 @final
 class Staging:
-    """The passes of a step on one replica.
+    """Runs the passes of a step on one replica.
 
     Args:
-        context: what they are run with.
-        judge: told of what a pass raises.
+        context: what passes are run with.
+        judge: receives the errors that a pass raises.
 
     Attributes:
-        joint: those of a joint loss.
+        joint: the passes of a joint loss.
     """
 
     def __init__(self, context: PassContext, judge: NonfinitePolicy) -> None:
@@ -50,11 +50,11 @@ class Staging:
         self.joint: JointPasses = JointPasses(context)
 
     def run(self, staged: Staged, plan: Plan) -> None:
-        """All of them, under `plan`, into `staged`. Raises what the data, the model and the loss raise,
-        and `PassAbandoned` if another rank has failed."""
+        """Run all passes of the step under `plan` and add the results to `staged`. Raises the errors of
+        the data, the model and the loss, and `PassAbandoned` if another rank has failed."""
         replica, group, choice = self._replica, self._group, plan.choice
         outputs: list[tuple[Any, int]] = []
-        # The bits of a reproducible run do not depend on how its step is cut.
+        # The bits of a reproducible run do not depend on how its step is divided.
         alone = group.size == 1 and plan.task.grain is None and not replica.is_joint
         replica.phase = "loading"
         with self._timer.running():
@@ -79,13 +79,13 @@ class Staging:
                     if measured and (norm := group.sum_norm(replica, micro.last)) is not None:
                         staged.totals.add_part(norm, micro.part)
                     staged.numbers.append(number)
-                elif micro.batch is not None:  # run for the others' sake, before all that count
+                elif micro.batch is not None:  # run only for the other ranks, before all that count
                     self._buffers.put_back_buffers()
                 if micro.ends_part:
                     group.part_staged(micro.part, self._buffers.held)
                     if not micro.last:
                         self._buffers.put_back_buffers()
-                del micro, ask, loss  # so that they are gone while the next one is loaded
+                del micro, ask, loss  # free them while the next one is loaded
                 self._thread.look()
                 replica.phase = "loading"
         if outputs:
@@ -99,9 +99,9 @@ class Staging:
         return ((micro, None) for micro in source.micro_batches(choice))
 
     def _check_loss(self, micro: MicroBatch, source: Source) -> None:
-        """Before the first pass of a step that is cut: whether the loss adds up over its samples.
-        A joint loss need not, and where the model is divided the other ranks would wait inside the
-        pass."""
+        """Check, before the first pass of a step that is divided, that the loss is additive over
+        samples. Skipped for joint losses, which need not be additive, and where ranks synchronize
+        inside passes, since the other ranks would wait there."""
         is_cut = not micro.last or self._group.size > 1
         if not is_cut or self._group.lockstep or self._replica.is_joint:
             return
@@ -114,9 +114,8 @@ class Staging:
                 torch.random.fork_rng(others, enabled=bool(others)),
                 Borrowed(),
             ):
-                # Of one or two samples little can be seen; three fit without gradients where one
-                # does with them. A loss that asks for more (the hardest k) is given as many as it
-                # will be.
+                # One or two samples show little. Three without gradients fit wherever one with
+                # gradients fits. A loss that needs more (the hardest k) gets parts of micro-batch size.
                 fits = micro.num_samples
                 few = min(LOOKED_AT, max(3, fits))
                 for most, cut in ((few, few // 3), (2 * fits - 1, fits)):
@@ -129,9 +128,10 @@ class Staging:
             self._buffers.put_back()
 
     def _is_measured(self, micro: MicroBatch, staged: Staged) -> bool:
-        """Whether to look, after this pass, how large the gradient of so few samples is: after the
-        first one on this rank, or, where the longest samples come first, after those before them; if
-        they are not all of the step, and their loss is their own. It reads every gradient once."""
+        """Returns whether to measure the gradient norm of the samples so far after this pass: after the
+        first pass of this rank or, where the longest samples come first, after the unsorted ones before
+        them; only if they are not the whole step and the loss is not joint. The measurement reads every
+        gradient once."""
         is_first = bool(micro.num_samples) and not staged.numbers
         is_part = is_first if micro.padded is None else micro.ends_drawn
         is_whole = micro.last and self._group.size == 1
@@ -140,7 +140,7 @@ class Staging:
 
     @contextmanager
     def _naming(self, staged: Staged, number: int) -> Iterator[None]:
-        """Around micro-batch `number`: what is wrong with a sample of it is said of that sample."""
+        """Context manager for micro-batch `number` that attributes errors to its samples."""
         try:
             yield
         except BadSamples:
@@ -148,13 +148,13 @@ class Staging:
         except DataError as error:
             raise _of_its_sample(error, staged.source, number) from error
         except Exception as error:
-            with suppress(Exception):  # what is to be told is the error
+            with suppress(Exception):  # the error to report is `error`
                 self._judge.raised(error, number, staged)
             raise
 
 
 def _of_its_sample(error: DataError, source: Source, number: int) -> DataError:
-    """`error`, which is about a row of micro-batch `number`, said of its sample too."""
+    """Returns `error`, about a row of micro-batch `number`, with the name of its sample added."""
     places = source.places(number)
     alone = error.row is not None and error.row < len(places)
     names = [place.name for place in (places[error.row or 0 :][:1] if alone else places)]

@@ -1,17 +1,18 @@
-"""Where steps are computed, how that place is cleaned after a failure, and how an interrupt gets there.
+"""Step thread: where steps are computed, how it is cleaned up after a failure, how interrupts reach it.
 
 A step that fails leaves two things behind in the thread that computed it:
 
-1. Autograd's queue. On CPU the engine keeps the tasks of a backward pass in a queue of the thread.
-   Those that were waiting when the pass failed stay there, with the graph behind them and its
-   activations, until the next backward pass of the thread: too late, since the step that is redone
-   needs the memory in forward. So a pass over nothing is made at once. Its graph is older than that
-   of any step: tasks of newer ones go first.
-2. The mark of oneDNN (see `anybatch.oom`): new kernels fail in this thread from then on. A thread that
-   was never marked computes on.
+1. Autograd's queue. On CPU the engine keeps the tasks of a backward pass in a per-thread queue. Tasks
+   that were pending when the pass failed stay there, and keep their graph and its activations alive,
+   until the next backward pass of the thread. That is too late, since the redone step needs the memory
+   in forward. So an empty backward pass is run at once. Its graph is older than that of any step, and
+   tasks of newer graphs run first.
+2. oneDNN's error mark (see `anybatch.oom`): new kernels fail in this thread from then on. A thread that
+   was never marked is not affected.
 
-Ctrl-C reaches the main thread alone. If that is where a step is computed, the passes end at once, and
-from the vote on the interrupt waits until the step is done. If it waits for another thread:
+Ctrl-C is delivered only to the main thread. If steps are computed there, the passes end at once, and
+from the vote on the interrupt is delayed until the step is done. If the main thread waits for another
+thread:
 
     main thread    waits ............ Ctrl-C, waits ............. raises KeyboardInterrupt
     other thread   pass | pass | pass | gives up                     before it was sure of the step
@@ -43,7 +44,7 @@ _PAUSE_SECONDS = 0.5
 
 
 class StepThread:
-    """Runs work in this thread, or after `renew` in a thread that was never marked."""
+    """Runs work in the current thread, or after `renew` in a thread that was never marked."""
 
     def __init__(self) -> None:
         self._helper: _Helper | None = None
@@ -54,37 +55,37 @@ class StepThread:
 
     @property
     def moved(self) -> bool:
-        """Whether work runs in another thread than the caller's."""
+        """Whether work runs in a thread other than the caller's."""
         return self._helper is not None
 
     def run(self, work: Callable[[], T]) -> T:
-        """The result of `work()`, or the error that it raised."""
+        """Returns the result of `work()`, or raises its error."""
         return work() if self._helper is None else self._helper.run(work)
 
     def look(self) -> None:
-        """Between two passes of the work. Raises `KeyboardInterrupt` if an interrupt has come to the
-        thread that waits for it."""
+        """Called between two passes of the work. Raises `KeyboardInterrupt` if an interrupt has reached
+        the thread that waits for it."""
         if self._helper is not None:
             self._helper.look()
 
     def sure(self) -> AbstractContextManager[None]:
-        """Around what the work then does whole, to its end: an interrupt waits for it. Raises
-        `KeyboardInterrupt`, as `look`, if one has come before."""
+        """Context manager for the rest of the work, which must be completed: an interrupt is delayed
+        until its end. Raises `KeyboardInterrupt`, as `look` does, if one has arrived before."""
         if self._helper is None:
             return held()
         self._helper.be_sure()
         return nullcontext()
 
     def clear(self) -> None:
-        """Drop what a failed backward pass left in the queue of this thread."""
+        """Discard what a failed backward pass left in the queue of this thread."""
         if threading.get_ident() == self._home:
             torch.autograd.grad(self._oldest, self._leaf, retain_graph=True)
 
     def recover(self, failure: MemoryFailure) -> None:
-        """Give back what the failed work held, and move to a fresh thread if this one was marked, or
-        is itself one that was moved to (nothing else empties its queue).
+        """Free the memory of the failed work, and move to a new thread if the current one was marked or
+        is itself a replacement (nothing else empties its queue).
 
-        What the heap keeps free would count for the leaner plan."""
+        Memory that the heap keeps free is returned, since it would count against the leaner plan."""
         gc.collect()
         trim()
         if torch.cuda.is_initialized():
@@ -93,14 +94,14 @@ class StepThread:
             self.renew()
 
     def renew(self) -> None:
-        """Compute in a fresh thread from now on. The one before it takes its queue along."""
+        """Compute in a new thread from now on. The queue of the previous one ends with it."""
         self.close()
         self._helper = _Helper()
-        # Large enough a sum to start the pool of threads that belongs to this one.
+        # A sum large enough to start the thread pool of this thread.
         self._helper.run(lambda: torch.ones(1 << 18).sum())
 
     def close(self) -> None:
-        """End the thread, if there is one, when its work is done."""
+        """End the replacement thread, if there is one, when its work is done."""
         if self._helper is not None:
             self._helper.close()
             self._helper = None
@@ -111,8 +112,8 @@ class _Task:
     """Work for a helper, and its result.
 
     Attributes:
-        decided: taken by the one who decides whether the work is done whole: the helper, when it is
-            sure, or before that an interrupt, which gives it up.
+        decided: lock acquired by whichever decides first whether the work is completed: the helper,
+            when the work must be completed, or an interrupt, which cancels it.
     """
 
     def __init__(self, work: Callable[[], Any]) -> None:
@@ -121,8 +122,8 @@ class _Task:
         self.decided: threading.Lock = threading.Lock()
 
     def interrupted(self) -> None:
-        """Wait for the end of the work, if it has begun. A second interrupt is not waited with if the
-        first has given it up: there may be no next place where it looks."""
+        """Wait for the end of the work, if it has begun. A second interrupt ends this wait if the first
+        one canceled the work, which may not check for interrupts again."""
         if self.future.cancel() or self.decided.acquire(blocking=False):
             wait([self.future])
         else:
@@ -132,8 +133,7 @@ class _Task:
 
 @final
 class _Helper:
-    """A thread that works for the one that made it. Raises `MemoryError` if there is no room for it for
-    a while."""
+    """A thread that works for its creator. Raises `MemoryError` if none can be started for a while."""
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
@@ -146,18 +146,18 @@ class _Helper:
         raise MemoryError("no room for another thread")
 
     def run(self, work: Callable[[], T]) -> T:
-        """The result of `work()`, or the error that it raised. After an interrupt of this thread the
-        work is over, too, before that is raised."""
+        """Returns the result of `work()`, or raises its error. If this thread is interrupted, waits for
+        the work to end before the interrupt is raised."""
         task = _Task(work)
         try:
             self._tasks.put(task)
             result: T = task.future.result()
             return result
         except BaseException:
-            task.interrupted()  # or it has ended, with this error
+            task.interrupted()  # unless the work has ended with this error
             raise
         finally:
-            del task  # it holds the error, and that this frame
+            del task  # it references the error, which references this frame
 
     def look(self) -> None:
         if self._current is not None and self._current.decided.locked():
@@ -186,4 +186,4 @@ class _Helper:
                     self._current = None
                     task.future.set_result(result)
                     del result
-            del task  # nothing of a step stays here while the next one is waited for
+            del task  # keep nothing of a step alive while waiting for the next one

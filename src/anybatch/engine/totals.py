@@ -1,11 +1,12 @@
-"""Sums over the micro-batches of a step, kept on the device until the step ends.
+"""Totals: sums over the micro-batches of a step, kept on the device until the step ends.
 
-Reading a number from a GPU waits for all that was queued before it, so losses, weights and metrics are
-only gathered here, and read together, once, when the ranks agree. On the CPU there is nothing to wait
-for: numbers are read and added up as they come.
+Reading a number from a GPU waits for all work queued before it. So losses, weights and metrics are only
+collected here, and are read together, once, when the ranks agree. On CPU there is nothing to wait for,
+so numbers are read and added up immediately.
 
-Ranks add up their metrics by place. So they lie in the order of their names, which is the same in every
-process (that of a set of strings is not), and a mark of the names crosses with them.
+Ranks add up their metrics by position. So metrics are sorted by name, an order that is the same in
+every process (the order of a set of strings is not), and a checksum of the names, their mark, is
+exchanged too.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from anybatch.task import Loss
 
 _CHUNK = 256
 
-_MARKS = NUM_FIXED - 2  # where they stand among the totals
+_MARKS = NUM_FIXED - 2  # position of the marks in the totals
 
 
 class Totals:
-    """Sums of one rank over one step, or over one evaluation.
+    """Sums of one rank over one step or one evaluation.
 
     Args:
-        device: of the losses.
-        num_parts: each with sums of its own, see `Group.num_parts`.
+        device: device of the losses.
+        num_parts: number of parts, each with its own sums; see `Group.num_parts`.
     """
 
     def __init__(self, device: torch.device, num_parts: int = 1) -> None:
@@ -45,12 +46,12 @@ class Totals:
         self._part: tuple[Tensor, Tensor | float, int] | None = None
 
     def add_part(self, norm: Tensor, part: int = 0) -> None:
-        """Take in how large the gradient of all micro-batches so far is, which are of `part`: `norm` is
-        the 2-norm of its sum. Once."""
+        """Record `norm`, the 2-norm of the summed gradient of all micro-batches so far, which belong to
+        `part`. Called once."""
         self._part = norm, self._weights.totals()[part], part
 
     def add(self, loss: Loss, extra: Mapping[str, Any] | None = None, part: int = 0) -> None:
-        """Take in one micro-batch, of `part`. `extra` holds further metrics: name to (sum, weight)."""
+        """Add one micro-batch of `part`. `extra` holds further metrics: name to (sum, weight)."""
         self._losses.add(loss.sum, part)
         self._weights.add(loss.weight, part)
         for metrics in (loss.metrics, extra):
@@ -66,14 +67,14 @@ class Totals:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the metrics, in the order in which the loss gives them."""
+        """Names of the metrics, in the order in which the loss returns them."""
         return tuple(self._metrics or ())
 
     def tensor(self) -> Tensor:
-        """float64 `[(NUM_FIXED + 2 * num_metrics) * num_parts]`: loss sum, weight, number of negative
-        weights, what is known of first micro-batches (see `_first`), what tells whether ranks have the
-        same metrics (see `_marks`), and the sum and weight of each metric, in the order of their names;
-        each of all parts, one after the other."""
+        """Returns a float64 tensor `[(NUM_FIXED + 2 * num_metrics) * num_parts]`: loss sum, weight,
+        number of negative weights, statistics of first micro-batches (see `_first`), checksums that
+        show whether ranks have the same metrics (see `_marks`), and the sum and weight of each metric,
+        sorted by name. Each of these is given for all parts in turn."""
         metrics = self._metrics or {}
         pairs = [series for name in _in_order(metrics) for series in metrics[name]]
         negative = self._weights.num_negative()
@@ -87,13 +88,14 @@ class Totals:
         return torch.stack([self._placed(one) for one in sums])
 
     def not_finite(self) -> list[int]:
-        """Numbers of the micro-batches whose loss or weight is not finite. Waits for the device."""
+        """Returns the numbers of micro-batches whose loss or weight is not finite. Waits for the
+        device."""
         return sorted({*self._losses.not_finite(), *self._weights.not_finite()})
 
     def _first(self, on_device: bool) -> list[Tensor | float]:
-        """Of what `add_part` took in the squared norm of its summed gradient over its weight, the
-        weight, and 1; zeros if it took in nothing, or what weighs nothing. From the sums of these over
-        ranks means by weight follow."""
+        """Returns, for the gradient passed to `add_part`, its squared norm divided by its weight, the
+        weight, and 1; zeros if there is none or its weight is zero. Weighted means follow from the sums
+        of these over ranks."""
         sums: list[Tensor | float] = [0.0] * (3 * self._num_parts)
         if self._part is None:
             return sums
@@ -110,15 +112,15 @@ class Totals:
         return sums
 
     def _marks(self) -> list[float]:
-        """The mark of the metrics' names, and its square, once and not by part. If `n` ranks have
-        metrics, `n` times the sum of the squares is the square of the sum just where all marks are the
-        same (Cauchy-Schwarz), and all ranks see it."""
+        """Returns the mark of the metric names and its square, once instead of by part. If `n` ranks
+        have metrics, `n` times the sum of the squares equals the square of the sum exactly if all marks
+        are the same (Cauchy-Schwarz), and all ranks see it."""
         mark = float(_mark(self.names))
         others = [0.0] * (self._num_parts - 1)
         return [mark, *others, mark**2, *others]
 
     def _placed(self, value: Tensor | float) -> Tensor:
-        """On the device, without waiting for it, as the copy of a number would."""
+        """Returns `value` on the device. Does not wait for the device, as copying a number would."""
         if isinstance(value, Tensor):
             return value.to(self._device, torch.float64)
         return torch.full((), value, dtype=torch.float64, device=self._device)
@@ -140,8 +142,8 @@ class Totals:
 
 
 def over_parts(agreed: Agreed, num_parts: int) -> Agreed:
-    """`agreed` upon in totals of so many parts each: the totals of all parts, which are exact sums, so
-    that no order can change them."""
+    """Returns `agreed`, whose totals have `num_parts` parts each, with the totals over all parts. These
+    sums are exact, so they do not depend on the order."""
     if num_parts == 1:
         return agreed
     totals = agreed.totals
@@ -150,15 +152,15 @@ def over_parts(agreed: Agreed, num_parts: int) -> Agreed:
 
 
 class Names:
-    """The names of the metrics on all ranks: one that had no samples has not heard of them."""
+    """The names of the metrics on all ranks; a rank without samples does not know them by itself."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._known: tuple[float, tuple[str, ...]] | None = None  # with their mark
+        self._known: tuple[float, tuple[str, ...]] | None = None  # (mark, names)
 
     def common(self, own: tuple[str, ...], agreed: Agreed) -> tuple[str, ...]:
-        """The names that go with `agreed.totals`. Ranks speak to each other only when one lacks names
-        that it has not heard of yet: all of them see the same totals, so all of them know when.
+        """Returns the names that go with `agreed.totals`. Ranks communicate only if one of them lacks
+        names that it has not received yet; all ranks see the same totals, so all of them know when.
 
         Raises `LossError`, on all ranks, if they have metrics of different names.
         """
@@ -176,7 +178,7 @@ class Names:
 
 
 class Means:
-    """The totals of all ranks, read: what `Totals.tensor` holds after the ranks agreed."""
+    """Values read from the totals of all ranks: what `Totals.tensor` holds after the ranks agreed."""
 
     def __init__(self, values: list[float], names: tuple[str, ...]) -> None:
         self.loss_sum: float = values[0]
@@ -189,12 +191,12 @@ class Means:
 
     @property
     def loss(self) -> float:
-        """Mean loss; NaN if nothing was weighed."""
+        """Mean loss; NaN if the total weight is zero."""
         return self.loss_sum / self.weight if self.weight else float("nan")
 
     @property
     def part_weight(self) -> float | None:
-        """See `StepDone`. None, too, if the only part is the whole."""
+        """See `StepDone`. Also None if the only part is the whole step."""
         weight = self._part_weights / self._num_parts if self._num_parts else 0.0
         return weight if 0 < weight < self.weight else None
 
@@ -212,7 +214,7 @@ class Means:
 
 class _Series:
     """Numbers, one per micro-batch: those on the host are added up at once, those on a device later.
-    Micro-batches of one part come one after the other."""
+    Micro-batches of one part are consecutive."""
 
     def __init__(self, device: torch.device, num_parts: int) -> None:
         self._device = device
@@ -221,7 +223,7 @@ class _Series:
         self._plain_negative = [0] * num_parts
         self._plain_not_finite: list[int] = []  # numbers
         self._part = 0
-        self._tensors: list[Tensor] = []  # of that part
+        self._tensors: list[Tensor] = []  # of the current part
         self._chunks: list[tuple[int, Tensor]] = []  # with their parts
 
     def add(self, value: Tensor | float, part: int) -> None:
@@ -257,7 +259,7 @@ class _Series:
         return torch.cat(chunks).isfinite().logical_not().nonzero().flatten().tolist()
 
     def _gather(self, value: Tensor, part: int) -> None:
-        # A scalar tensor weighs some hundred bytes: a long step would hold many of them.
+        # A scalar tensor takes some hundred bytes, and a long step would hold many of them.
         if part != self._part or len(self._tensors) == _CHUNK:
             self._chunks = self._all_chunks()
             self._tensors.clear()
@@ -272,18 +274,18 @@ class _Series:
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
-    """The order in which metrics lie in totals."""
-    return sorted(names, key=str)  # whatever they are: nobody has looked at them
+    """Returns the names in the order that metrics have in the totals."""
+    return sorted(names, key=str)  # names may be of any type: they have not been checked
 
 
 def _mark(names: Iterable[str]) -> int:
-    """A number that stands for these names, whatever their order: of 20 bits, so that the sum of its
-    squares is exact over thousands of ranks."""
+    """Returns a checksum of these names, independent of their order. It has 20 bits, so that the sum of
+    its squares is exact over thousands of ranks."""
     return zlib.crc32("\0".join(map(str, _in_order(names))).encode()) >> 12
 
 
 def _differing(everyone: Sequence[tuple[str, ...]]) -> str:
-    """The sentence for ranks that have metrics of different names."""
+    """Returns the error message for ranks that have metrics of different names."""
     (one, first), *others = [(rank, _in_order(n)) for rank, n in enumerate(everyone) if n]
     other, second = next(found for found in others if found[1] != first)
     return (

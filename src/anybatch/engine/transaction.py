@@ -1,17 +1,17 @@
-"""The global step as a transaction: it commits whole or leaves no trace.
+"""Transaction: a global step either commits entirely or leaves no trace.
 
     stage    micro-batch by micro-batch: forward, backward; gradients, losses, weights are sums
     vote     all ranks learn whether all succeeded, and the totals
     commit   divide by the total weight, unscale, clip, update
 
-Whatever fails before commit, on whichever rank, recovery is the same move on all of them: drop what is
-staged, put back what forward wrote, take a leaner plan (or a smaller loss scale), and run the step
-again. Where bad samples are to be skipped they are taken out of the step in the same way: what is left
-is a step of fewer samples. What commit needs at its peak is allocated, and freed, before the ranks
-agree: if memory is refused after that, the rank ends.
+Whatever fails before commit, on any rank, all ranks recover in the same way: discard the staged state,
+restore what forward wrote, use a leaner plan (or a smaller loss scale), and run the step again. If bad
+samples are skipped, they are removed from the step in the same way, which leaves a step of fewer
+samples. The peak memory of commit is allocated, and freed, before the ranks agree: if memory is refused
+after that, the rank ends.
 
-`run` is asked for a step by its index, from 0, which keys random state. Events and sentences tell it by
-its number, from 1 (see `events`), which is what `step` means in the engine.
+`run` identifies a step by its index, from 0, which keys random state. Events and messages identify it
+by its number, from 1 (see `events`), which is what `step` means in the engine.
 """
 
 from __future__ import annotations
@@ -52,35 +52,35 @@ from anybatch.plans import Plan
 from anybatch.process.interrupts import held
 
 LEAST_LOSS_SCALE = 2.0**-14
-"""Below this scale, which is that of float16's smallest normal number, gradients that still overflow
-do so of themselves, not because they were scaled up."""
+"""Smallest loss scale, equal to float16's smallest normal number. Gradients that overflow below it
+overflow by themselves, not because they were scaled up."""
 
 
 class Transactions:
     """Runs global steps on one replica, one after the other.
 
     Args:
-        replica: model and optimizer.
+        replica: the model and optimizer.
         group: the ranks.
-        plan: followed until memory runs out, then replaced by a leaner one, until the one before is
-            tried again; see `plan`, `grow`.
+        plan: followed until memory runs out, then replaced by a leaner one until it is tried again; see
+            `plan`, `grow`.
         randomness: how random state follows the steps.
-        limit: the memory budget, entered.
-        meter: of the memory in use.
-        device: of the replica.
-        sink: gets the events of recovery.
+        limit: the memory budget, already entered.
+        meter: measures the memory in use.
+        device: device of the replica.
+        sink: receives the events of recovery.
         clip_norm: see `Task`.
-        commit_bytes: most that the update allocates: (in the first step, in later ones).
-        blame: finds the samples that make a loss not finite; None: nobody looks.
-        skips: is told of bad samples and of steps that are left out; None: they are errors.
+        commit_bytes: peak bytes that the update allocates: (in the first step, in later ones).
+        blame: finds the samples that make a loss not finite; None: samples are not searched.
+        skips: records bad samples and steps that are left out; None: they are errors.
 
     Attributes:
-        thread: where steps are computed.
-        rehearsal: passes that are undone.
-        wish: what this rank wishes; all know with the next step's vote.
-        stops: whether it wishes to stop, too: by itself, for a signal handler to write.
-        failed_together: whether the error that `run` raised last was met by all ranks at the same
-            place, so that they can still do something together.
+        thread: thread in which steps are computed.
+        rehearsal: runs passes that are undone.
+        wish: what this rank requests; all ranks know it after the vote of the next step.
+        stops: whether this rank also requests to stop; separate, so that a signal handler can set it.
+        failed_together: whether all ranks met the error that `run` raised last at the same point, so
+            that they can still act together.
     """
 
     def __init__(
@@ -132,13 +132,13 @@ class Transactions:
         self.stops: bool = False
         self.failed_together: bool = False
         self._index = 0
-        self._step = 0  # the number of the step that was run last; 0: none was
-        self._has_voted = self._is_applied = False  # in the attempt that is under way
-        self._committed: Committed | None = None  # what came of the step that was run last
+        self._step = 0  # number of the last step that was run; 0: none
+        self._has_voted = self._is_applied = False  # in the current attempt
+        self._committed: Committed | None = None  # result of the last step that was run
 
     @property
     def plan(self) -> Plan:
-        """The plan that is followed now. Evaluations put another batch of theirs into it."""
+        """The current plan. Evaluations may change its evaluation batch."""
         return self._recovery.plan
 
     @plan.setter
@@ -146,20 +146,20 @@ class Transactions:
         self._recovery.plan = plan
 
     def follow(self, plan: Plan, step: int, reason: str, tells: bool = True) -> None:
-        """From `step` on, follow `plan`, and none of those that were left before; all ranks do. An
-        event `tells` of it, if its choice is another."""
+        """Follow `plan` from `step` on and forget the plans that failed before; on all ranks. If
+        `tells`, an event is emitted when the choice changes."""
         self._recovery.follow(plan, step, reason, tells)
 
     def grow(self) -> bool:
-        """Between two steps: take the plan again that ran out of memory, if it is time to, and there is
-        room for what it keeps. All ranks do, or none. Whether the plan has changed."""
+        """Between two steps: return to the plan that ran out of memory, if it is time to and there is
+        room for what it keeps. All ranks do, or none. Returns whether the plan has changed."""
         return self._recovery.grow(self._step + 1)
 
     def settle(self) -> None:
-        """Bring the weights to where all ranks have the same ones and no gradient is under way. An
-        interrupt waits for it.
+        """Make the weights the same on all ranks and apply any gradient that is still being exchanged.
+        An interrupt is delayed until this is done.
 
-        Raises `LossError` if the last gradient is not finite, `PeerLost` if a rank is gone.
+        Raises `LossError` if the last gradient is not finite, `PeerLost` if a rank is lost.
         """
         with held():
             weight = self._group.settle(self._replica)
@@ -172,31 +172,32 @@ class Transactions:
             self._replica.apply()
 
     def close(self) -> None:
-        """No further step will be run."""
+        """Called when no further step will be run."""
         self.thread.close()
 
     def run(
         self, index: int, source: Source, before_update: Callable[[], None], whole: ExitStack
     ) -> Committed | PassedOver:
-        """Do the global step `index`, however many attempts it takes. Only where bad samples are
-        skipped it may be left out.
+        """Run the global step `index` in as many attempts as it takes. It can be left out only if bad
+        samples are skipped.
 
         Args:
             index: the number of steps before it.
             source: its samples.
             before_update: called right before the update (to set the learning rate).
-            whole: to be closed when the step has been counted. That raises the interrupt (Ctrl-C), if
-                one came when the step was sure to be committed.
+            whole: closed by the caller when the step has been counted. That raises the interrupt
+                (Ctrl-C) if one arrived when the step was certain to be committed.
 
         Raises:
             NoPlanFits: memory ran out under the leanest plan.
-            LossError: the loss, its weight or the gradient is not one to learn from.
-            DataError: a sample is bad, or more are than may be skipped.
-            PeerFailed: another rank raised an error that no plan mends.
-            PeerLost: another rank is gone.
-            RankLost: memory was refused to this rank when the ranks had agreed on the step.
+            LossError: the loss, its weight or the gradient cannot be learned from.
+            DataError: a sample is bad and may not be skipped, or too many samples are bad.
+            PeerFailed: another rank raised an error from which no plan recovers.
+            PeerLost: another rank is lost.
+            RankLost: this rank ran out of memory during or after the vote of the ranks on the step.
 
-        Whatever else is raised, parameters, optimizer and buffers are those of the step before.
+        Except for `PeerLost` and `RankLost`, errors leave parameters, optimizer and buffers as they
+        were before the step.
         """
         self._index, self._step = index, step_number(index)
         self._committed = None
@@ -213,7 +214,7 @@ class Transactions:
         except BaseException as error:
             if self._committed is None:
                 raise
-            # This thread was interrupted while another one had the step done.
+            # This thread was interrupted while another one completed the step.
             whole.enter_context(held())
             whole.callback(_raise, error)
             return self._committed
@@ -221,15 +222,15 @@ class Transactions:
     def _attempt(
         self, source: Source, before_update: Callable[[], None], whole: ExitStack
     ) -> Committed | PassedOver | Again:
-        """One try: the committed step, or nothing changed and what is to be done about it."""
+        """Run one attempt: the step is committed, or nothing changes and the result says what to do."""
         totals = Totals(self._device, self._group.num_parts)
         staged = Staged(self._index, source, totals)
         told, wrong = self._stage(staged)
-        # The error is gone here, and with its traceback the tensors that the failed pass held.
+        # The error has been dropped, so the tensors that its traceback kept alive are freed.
         if told.failed:
-            self.thread.clear()  # so that there is room to tell of it
+            self.thread.clear()  # makes room for reporting the failure
         try:
-            with ExitStack() as sure:  # no rank is interrupted when others go on to commit
+            with ExitStack() as sure:  # no rank is interrupted while others commit
                 voted = self._vote(staged, told, wrong, sure)
                 if isinstance(voted, Again):
                     return voted
@@ -267,11 +268,11 @@ class Transactions:
             ) from error
 
     def _stage(self, staged: Staged) -> tuple[RankReport, Exception | None]:
-        """Run the passes, and make sure that the update will have room. What this rank has to tell of
-        that, and its error if no plan mends it."""
+        """Run the passes, and make sure that there is room for the update. Returns this rank's report,
+        and its error if no plan recovers from it."""
         begun = time.perf_counter()
         replica, group, buffers = self._replica, self._group, self._buffers
-        buffers.forget()  # until this attempt has saved them, they are as they should be
+        buffers.forget()  # until this attempt has saved them, there is nothing to restore
         self._is_applied = self._has_voted = False
         self._staging.joint.begin()
         try:
@@ -280,21 +281,21 @@ class Transactions:
             buffers.save()
             self._check_up_to_date()
             replica.take_edits()
-            replica.drop()  # what the user's own backward passes left between two steps
+            replica.drop()  # gradients of the user's own backward passes between two steps
             self._room.tidy()
             self._staging.run(staged, self.plan)
             replica.phase = "reduction"
             group.staged(buffers.held)
             replica.phase = "update"
             self._room.reserve()
-        except PassAbandoned:  # another rank failed, and will say so in the vote
+        except PassAbandoned:  # another rank failed, and reports it in the vote
             staged.sums = None
         except Exception as error:
             told = RankReport.of(error, replica.phase, self._meter)
             if self._skips is not None and isinstance(error, BadSamples):
                 told = replace(told, bad=error.bad)
             return told, None if told.can_be_mended else error
-        except BaseException:  # stopped by hand: nobody waits for a vote
+        except BaseException:  # interrupted by the user: no rank waits for a vote
             self._put_back()
             raise
         finally:
@@ -304,8 +305,9 @@ class Transactions:
     def _vote(
         self, staged: Staged, told: RankReport, wrong: Exception | None, sure: ExitStack
     ) -> tuple[Means, Agreed] | Again:
-        """What the ranks agree on, if all have staged their parts; else what each has to tell, with
-        nothing left of this one's. Raises `wrong`, this rank's error that no plan mends."""
+        """Returns what the ranks agree on, if all have staged their parts; otherwise the reports of all
+        ranks, after this one was rolled back. Raises `wrong`, this rank's error from which no plan
+        recovers."""
         begun = time.perf_counter()
         if staged.sums is None:
             self._staging.joint.fail()
@@ -316,7 +318,7 @@ class Transactions:
             sums = None if told.failed else staged.sums
             agreed = self._group.agree(sums, self._timer.last_seconds, wish)
         except Exception as error:
-            # Alone a rank can still do the step again; others would not know of it.
+            # A single rank can still redo the step; with several, the others would not know of it.
             if self._group.size > 1 or as_memory_failure(error) is None:
                 raise
             agreed, told = None, RankReport.of(error, "reduction", self._meter)
@@ -336,15 +338,15 @@ class Transactions:
     def _commit(
         self, means: Means, before_update: Callable[[], None], agreed: Agreed
     ) -> Committed | Again | float:
-        """Make the update. Where it was not made: the norm of a gradient that is not finite, or `Again`
-        with a smaller loss scale."""
+        """Apply the update. If it was not applied, returns the norm of a gradient that is not finite,
+        or `Again` with a smaller loss scale."""
         replica, room = self._replica, self._room
         norm = float(replica.finish(means.weight, self._clip_norm))
         scale = replica.loss_scale
         if scale is None and not math.isfinite(norm):
             return norm
         is_first = not room.has_updated and self._group.rank == 0
-        # A hook may have updated already, and cleared.
+        # A hook may already have updated the parameters and cleared the gradients.
         if norm == 0.0 and is_first and not replica.gradients_are_hooked:
             warn_of_no_gradient(replica.loss_as_given, self._step)
         self._randomness.begin_update(self._index)
@@ -381,7 +383,7 @@ class Transactions:
         return Again()
 
     def _is_mended(self, failed: Again, source: Source) -> bool:
-        """Take a leaner plan, leave out what is bad, all ranks alike. Whether samples are left."""
+        """Take a leaner plan and omit bad samples, on all ranks. Returns whether samples are left."""
         if any(told.failure for told in failed.told):
             try:
                 self._recovery.make_room(failed.told, self._step)
@@ -391,7 +393,7 @@ class Transactions:
         return not failed.bad or self._leave_out(failed.bad, source) > 0
 
     def _leave_out(self, found: Sequence[tuple[int, Bad]], source: Source) -> int:
-        """Do the step without these samples. How many are left."""
+        """Leave these samples out of the step. Returns the number of samples left."""
         assert self._skips is not None
         self.failed_together = not self._group.diverges
         self._skips.leave_out(self._step, found)
@@ -401,12 +403,13 @@ class Transactions:
     def _put_back(self) -> None:
         self.thread.clear()
         self._replica.drop()
-        if not self._is_applied:  # else they go with the parameters as they are by now
+        if not self._is_applied:  # otherwise they belong to the updated parameters
             self._buffers.put_back()
             self._group.undone()
 
     def _check_up_to_date(self) -> None:
-        """Gradients of other parameters would be neither divided nor added up over ranks."""
+        """Raises `Outdated` if the optimizer has other parameters than at the beginning, whose
+        gradients would be neither divided nor summed over ranks."""
         if self._replica.is_outdated:
             raise Outdated(
                 f"the optimizer trains other parameters in step {self._step} than at the beginning:"

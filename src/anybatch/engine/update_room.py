@@ -1,5 +1,5 @@
-"""Room for the update: what it needs at its peak is allocated, and freed, before the ranks agree on a
-step, while failing is harmless.
+"""Update room: the peak memory of the update is allocated, and freed, before the ranks agree on a step,
+while a failure is harmless.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from anybatch.process.cuda_driver import release_unused
 
 @final
 class UpdateRoom:
-    """Checks, in each step, that the update will have room.
+    """Checks in each step that there is room for the update.
 
     Args:
         context: what passes are run with.
-        commit_bytes: most that the update allocates: (in the first step, in later ones).
+        commit_bytes: peak bytes that the update allocates: (in the first step, in later ones).
 
     Attributes:
-        has_updated: whether there was an update.
+        has_updated: whether an update has been applied.
     """
 
     def __init__(self, context: PassContext, commit_bytes: tuple[int, int]) -> None:
@@ -36,19 +36,19 @@ class UpdateRoom:
         self._is_tidy = context.device.type != "cuda"
 
     def tidy(self) -> None:
-        """Before the passes of a step. The second one begins with parameters and optimizer states alone
-        in the allocator; later ones do not wait for the device."""
+        """Called before the passes of a step. The second step begins with only parameters and optimizer
+        states in the allocator; later ones do not wait for the device."""
         if self.has_updated and not self._is_tidy:
             release_unused(self._device)
             self._is_tidy = True
 
     def reserve(self) -> None:
-        """After the passes. Raises a memory error if the update would not have room."""
+        """Called after the passes. Raises a memory error if there is no room for the update."""
         first, later = self._commit_bytes
         need = later if self._replica.optimizer.state else first
         if not (self.has_updated or self._is_tidy):
-            # What the optimizer makes now stays. Among what the passes have left free it would keep
-            # that from being given back, or used for anything larger.
+            # Optimizer states that are created now persist. Inside segments that the passes left free
+            # they would prevent those from being released, or used for anything larger.
             release_unused(self._device)
         self._limit.reserve(need)
         if is_limited() if self._device.type == "cpu" else need:
@@ -57,8 +57,8 @@ class UpdateRoom:
 
 def try_out(num_bytes: int, pieces: Sequence[int], device: torch.device) -> None:
     """Allocate `num_bytes` in pieces of the sizes `pieces` (bytes), and free them, so that the tensors
-    of an update fit where the pieces were. CUDA's allocator would take a single piece from the driver
-    in addition to what it has free. Raises a memory error if the allocation fails."""
+    of an update fit where the pieces were. CUDA's allocator would take a single large piece from the
+    driver, in addition to its free memory. Raises a memory error if the allocation fails."""
     held: list[torch.Tensor] = []
     sizes = itertools.cycle(tuple(filter(None, pieces)) or (num_bytes,))
     while num_bytes > 0:
@@ -68,7 +68,7 @@ def try_out(num_bytes: int, pieces: Sequence[int], device: torch.device) -> None
 
 
 def to_reserve(plan: Plan) -> tuple[int, int]:
-    """What the update of `plan` allocates, where running out of memory is an error that can be met:
-    everywhere but on a CPU without a limit."""
+    """Returns what the update of `plan` allocates, where running out of memory raises an error that can
+    be handled: everywhere except on a CPU without a limit. Otherwise (0, 0)."""
     can_fail = plan.enforced or plan.device != "cpu" or is_limited()
     return plan.prediction.commit_bytes if plan.prediction and can_fail else (0, 0)

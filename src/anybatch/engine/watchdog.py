@@ -1,20 +1,20 @@
-"""Watchdog: a rank that makes no progress is found after a deadline, named, and shown where it hangs.
+"""Watchdog: detects a rank that makes no progress after a deadline, names it, and shows where it hangs.
 
-torch's own deadlines end a collective that takes too long. They cannot tell why: in the rank that
-waits nothing is wrong, and the rank that hangs waits for nobody. Here every rank watches itself.
+torch's own timeouts end a collective that takes too long. They cannot tell why: the rank that waits is
+fine, and the rank that hangs waits for no one. Here every rank monitors itself.
 
     rank 0   pass  pass  vote ................................ reads rank 1's word, ends as well
     rank 1   pass  pass  hangs in the data set ...... names itself, shows its stack, ends
              `beat` `beat`                           ^ deadline since the last beat
 
-The thread that trains says that it is alive by counting (`Pulse.beat`): no lock, no call into the
-system, no wait for the device. Another thread looks every few seconds whether anything has changed.
-Whether a rank is at work or waits for others is read off its stack: what waits for others stands in
-torch.distributed or in `anybatch.parallel`. So a pass that gathers weights needs no marks, and neither
-does a collective in the user's own loss.
+The thread that trains shows that it is alive by incrementing a counter (`Pulse.beat`): no lock, no
+system call, no wait for the device. Another thread checks every few seconds whether anything has
+changed. Whether a rank works or waits for others is determined from its stack: a rank that waits is
+inside torch.distributed or `anybatch.parallel`. So a pass that gathers weights needs no marks, and
+neither does a collective in the user's own loss.
 
-Each rank's watchdog also publishes a `Word` every few seconds, so that a rank whose whole process
-stands still, or whose machine is gone, is named by the others.
+Each rank's watchdog also publishes a `Word` every few seconds, so that the other ranks can name a rank
+whose whole process has stopped, or whose machine is gone.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from anybatch.errors import AnybatchError, InputError, PeerLost, Stuck
 from anybatch.events import IN_STEP, Stalled, whereabouts
 
 LEAST_SECONDS = 300.0
-"""Without progress, before a rank is called stuck."""
+"""Seconds without progress before a rank is considered stuck."""
 
 FIRST_SECONDS = 1800.0
-"""The same for what is done for the first time: compilation, downloads, caches that are filled."""
+"""The same for work that is done for the first time: compilation, downloads, caches that are filled."""
 
 TIMES_LONGEST = 20.0
-"""Nothing is called stuck before this many times the longest that it ever stood still and went on."""
+"""A rank is not considered stuck before this many times its longest standstill so far."""
 
 PATIENCE = 1.5
-"""How much longer than its own deadline a rank waits for another: who hangs is to tell it first."""
+"""Factor on its own deadline for which a rank waits for another, so that a hung one reports first."""
 
 _HELD = 1.1
-"""How much longer than its deadline a rank gets before the last resort, which tells of one whose
-interpreter is held: it would have told so itself if it could."""
+"""Factor on a rank's deadline before the last resort, which reports a rank whose interpreter is
+blocked: any other rank would have reported by itself."""
 
 _TICK_SECONDS = 5.0
 _TICKS = 20
@@ -60,30 +60,30 @@ _FELT_SECONDS = 5.0
 _CLOSE_SECONDS = 2.0
 
 _SILENT = ("saving", "resuming", "reading weights", "closing")
-"""What may take long without a sign of life: checkpoints are as large as disks are slow. It gets the
-time of what is done for the first time."""
+"""Phases that may take long without a sign of life, since checkpoints are large and disks slow. They
+get the deadline of work that is done for the first time."""
 
 LEFT = "left"
-"""The phase of a rank that is done."""
+"""Phase of a rank that has finished."""
 
 _WAITING_IN = ("torch.distributed", "anybatch.parallel")
 _OWN_THREADS = ("anybatch-watchdog", "anybatch-board")
 
 
 class HasPhase(Protocol):
-    """Says what is being done."""
+    """Object that knows the current phase."""
 
     phase: str
 
 
 @final
 class Pulse:
-    """What one rank is doing. Written by its own thread, read by the watchdog.
+    """Current activity of one rank. Written by its own thread, read by the watchdog.
 
     Attributes:
-        rank: whose it is.
-        step: number of the one that is under way, or else was done last.
-        num_beats: signs of life so far.
+        rank: number of the rank.
+        step: number of the current step, or else of the last one done.
+        num_beats: number of signs of life so far.
     """
 
     def __init__(
@@ -100,15 +100,15 @@ class Pulse:
         self._home = self._thread = threading.get_ident()
 
     def follow(self, source: HasPhase) -> None:
-        """From now on `source` knows the phase."""
+        """Read the phase from `source` from now on."""
         self._source = source
 
     @contextlib.contextmanager
     def at_work(self, what: str) -> Iterator[None]:
-        """Around what is watched; `what` names its beginning. Between such blocks a rank may rest as
-        long as it likes: the time is the script's own.
+        """Context manager for work that is watched; `what` names its beginning. Between such blocks a
+        rank may rest for any time, since that time belongs to the script.
 
-        Where another rank is lost that has said why, that is raised instead.
+        If another rank is lost and has published why, an error with that reason is raised instead.
         """
         outer = self._work
         self._home = self._thread = threading.get_ident()
@@ -129,40 +129,40 @@ class Pulse:
             self.num_beats += 1
 
     def beat(self) -> None:
-        """A sign of life: a batch is there, or a pass is over."""
+        """Record a sign of life: a batch is ready, or a pass is over."""
         self.num_beats += 1
         self._doing = ""
-        self._thread = threading.get_ident()  # steps may have moved to another
+        self._thread = threading.get_ident()  # steps may have moved to another thread
 
     @property
     def phase(self) -> str:
-        """What is being done; empty: nothing that is watched."""
+        """The current phase; empty if nothing is watched."""
         if not self._depth:
             return ""
         return self._doing or (self._source.phase if self._source else "set-up")
 
     @property
     def is_first(self) -> bool:
-        """Whether such a block was never left before, or shows no sign of life inside."""
+        """Whether no such block has ended before, or it gives no sign of life inside."""
         return self._work not in self._done or self._work in _SILENT
 
     @property
     def threads(self) -> tuple[int, ...]:
-        """Of the rank: the one that computes, and the one that asked for it if that is another."""
+        """Threads of the rank: the one that computes and, if different, the one that requested it."""
         return tuple(dict.fromkeys((self._thread, self._home)))
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """What a rank tells the others of itself.
+    """Status that a rank publishes to the others.
 
     Attributes:
-        number: of the word: it is another one each time.
+        number: number of the word, different each time.
         step, phase: see `Pulse`.
-        waits: whether it waits for other ranks.
+        waits: whether the rank waits for other ranks.
         still: seconds without progress.
-        limit: seconds without progress after which it counts as stuck.
-        time: when it said so, in seconds since the epoch.
+        limit: seconds without progress after which the rank is considered stuck.
+        time: time of publication, in seconds since the epoch.
     """
 
     number: int = 0
@@ -174,12 +174,12 @@ class Word:
     time: float = 0.0
 
     def dumps(self) -> str:
-        """As text, for `loads`."""
+        """Returns the word as text, for `loads`."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def loads(cls, text: str) -> Word | None:
-        """What `dumps` has written; None: nothing yet."""
+        """Parse the output of `dumps`; None if nothing has been published yet."""
         try:
             return cls(**json.loads(text))
         except (ValueError, TypeError):
@@ -187,19 +187,19 @@ class Word:
 
     @property
     def where(self) -> str:
-        """Step and phase, in words."""
+        """Step and phase, as text."""
         return whereabouts(self.step, self.phase)
 
     @property
     def is_busy(self) -> bool:
-        """Whether others may have to wait for it."""
+        """Whether others may have to wait for this rank."""
         return self.phase not in ("", LEFT) and not self.waits
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """The last word of a rank, and for how many seconds, by the hearer's clock, it has said no other
-    although it was listened to."""
+    """The last word received from a rank, and for how many seconds, by the receiver's clock, no new
+    word has come while the receiver was listening."""
 
     rank: int
     word: Word | None
@@ -208,11 +208,12 @@ class Heard:
 
 @final
 class Stall:
-    """How long a rank has made no progress, and how long it may.
+    """Tracks how long a rank has made no progress, and how long it may.
 
     Args:
-        given: the deadline in seconds; None: `LEAST_SECONDS` or `TIMES_LONGEST` times the longest so
-            far, and `FIRST_SECONDS` for what is done for the first time.
+        given: the deadline in seconds; None: `LEAST_SECONDS` or `TIMES_LONGEST` times the longest
+            standstill so far, whichever is larger, and `FIRST_SECONDS` for work that is done for the
+            first time.
     """
 
     def __init__(self, given: float | None = None) -> None:
@@ -223,8 +224,8 @@ class Stall:
         self._last: tuple[int, str] = (-1, "")
 
     def observe(self, elapsed: float, num_beats: int, phase: str, is_first: bool = False) -> float:
-        """Take in what is seen `elapsed` seconds after the last look. Returns the seconds that the rank
-        had stood still if it has gone on since, else 0."""
+        """Record what is seen `elapsed` seconds after the last observation. Returns the seconds without
+        progress that have just ended, or 0."""
         now = num_beats, phase
         if now == self._last:
             self.seconds += elapsed if phase else 0.0
@@ -237,7 +238,7 @@ class Stall:
 
     @property
     def limit(self) -> float:
-        """Seconds that it may stand still."""
+        """Seconds without progress that are allowed."""
         if self._given is not None:
             return self._given
         if self._is_first:
@@ -253,15 +254,15 @@ class Stall:
 def judged(
     name: str, mine: Word, others: Sequence[Heard], silence: float, slack: float = 0.0
 ) -> Stuck | PeerLost | None:
-    """What a rank that has made no progress for longer than its deadline makes of it: that it hangs
-    itself, which other rank does, or nothing yet.
+    """Returns what a rank concludes when it has made no progress for longer than its deadline: that it
+    hangs itself, that another rank does, or nothing yet.
 
     Args:
-        name: of this rank, in words.
+        name: name of this rank, as text.
         mine: the word of this rank.
-        others: what the other ranks have said.
-        silence: seconds without a new word after which a process does not run.
-        slack: how old words may be.
+        others: the words of the other ranks.
+        silence: seconds without a new word after which a process is considered not running.
+        slack: maximum age of words in seconds.
     """
     silent = [one for one in others if one.silent >= silence and not _has_left(one)]
     stuck = [
@@ -276,7 +277,7 @@ def judged(
             " it only needs longer, allow more (stall_seconds)."
         )
     if mine.still < PATIENCE * mine.limit:
-        return None  # who hangs is about to say so
+        return None  # the rank that hangs is about to report it
     waited = f"{name} has waited for {mine.still:.0f} s {mine.where}"
     if silent:
         names = " and ".join(map(_last_heard, silent))
@@ -304,12 +305,12 @@ def _has_left(one: Heard) -> bool:
 
 
 def _behind(word: Word | None, mine: Word) -> bool:
-    """Whether a rank that said `word` is not as far as this one, which may so wait for it."""
+    """Returns whether a rank that published `word` is behind this one, which may thus wait for it."""
     return word is None or _place(word) < _place(mine)
 
 
 def _place(word: Word) -> tuple[int, int]:
-    """How far a rank is: what is no phase of a step comes after it."""
+    """Returns how far a rank is. A phase that is not part of a step comes after all those that are."""
     return word.step, IN_STEP.index(word.phase) if word.phase in IN_STEP else len(IN_STEP)
 
 
@@ -321,7 +322,7 @@ def _last_heard(one: Heard) -> str:
 
 
 class Board(Protocol):
-    """Where ranks publish their words: `launch.board.Board`, which says what each member does."""
+    """Where ranks publish their words. See `launch.board.Board` for the members."""
 
     rank: int
     size: int
@@ -336,7 +337,7 @@ class Board(Protocol):
 
 
 def checked_seconds(stall_seconds: float | None) -> float | None:
-    """`stall_seconds`. Raises `InputError` for one that is not above 0."""
+    """Returns `stall_seconds`. Raises `InputError` if it is not above 0."""
     if stall_seconds is not None and not stall_seconds > 0:
         raise InputError(
             f"stall_seconds is {stall_seconds}: give the seconds without progress, above 0, after which"
@@ -350,13 +351,13 @@ class Watchdog:
     """Watches the rank of this process. A context manager.
 
     Args:
-        stall_seconds: without progress, after which a rank is stuck; None: see `Stall`.
-        board: where the other ranks' words are; None: there are none in other processes.
-        end: ends this process with an error. None: it is the user's own, who is only told, on
-            standard error and by `stalled`.
-        last_resort: have a thread of C end the process if the interpreter is held, so that not even
-            the watchdog runs. Each look then starts such a thread, which takes 8 MiB of addresses.
-        clock: seconds.
+        stall_seconds: seconds without progress after which a rank is stuck; None: see `Stall`.
+        board: provides the words of the other ranks; None: there are none in other processes.
+        end: ends this process with an error. None: the process belongs to the user, who is only
+            notified, on standard error and by `stalled`.
+        last_resort: have a C thread end the process if the interpreter is blocked, so that not even the
+            watchdog runs. Each check then starts such a thread, which takes 8 MiB of address space.
+        clock: returns seconds.
 
     Raises `InputError` if `stall_seconds` is not above 0.
     """
@@ -382,13 +383,13 @@ class Watchdog:
         self._heard: dict[int, tuple[str, float]] = {}
         self._answered = 0.0
         self._known_for = 0.0
-        self._told: _Standstill | None = None  # the one that lasts, once it is told
+        self._told: _Standstill | None = None  # the current standstill, once it has been reported
         self._stalled: list[_Standstill] = []
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="anybatch-watchdog", daemon=True)
 
     def pulse(self, rank: int) -> Pulse:
-        """That of `rank`, the one of this process."""
+        """Returns the pulse of `rank`, the rank of this process."""
         self._pulse = Pulse(rank, self._explained)
         return self._pulse
 
@@ -411,7 +412,7 @@ class Watchdog:
             self._board.close()
 
     def stalled(self) -> list[Stalled]:
-        """What stood still, since the last call, and has gone on: for the thread that did."""
+        """Returns the standstills reported since the last call, for the thread that has gone on."""
         found, self._stalled = self._stalled, []
         now = self._clock()
         return [
@@ -425,10 +426,10 @@ class Watchdog:
         ]
 
     def look(self) -> None:
-        """See what has changed since the last look, and act."""
+        """Check what has changed since the last check, and act."""
         now = self._clock()
-        # Time in which this thread did not run either (a stopped process, a machine that slept) is
-        # nobody's fault: no more of it counts than was meant to pass.
+        # Time in which this thread did not run either (a stopped process, a suspended machine) is no
+        # rank's fault: at most twice the interval between checks is counted.
         elapsed, self._looked = min(now - self._looked, 2 * self._tick), now
         still, pulse = self._stall, self._pulse
         ended = still.observe(elapsed, pulse.num_beats, pulse.phase, pulse.is_first)
@@ -448,11 +449,11 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._closing.wait(self._tick):
-            with contextlib.suppress(Exception):  # such as no memory for a moment: look again
+            with contextlib.suppress(Exception):  # such as a momentary lack of memory: check again
                 self.look()
 
     def _explained(self, error: PeerLost) -> PeerLost:
-        """What the rank that was lost has said, if it has."""
+        """Returns an error with the reason that the lost rank has published, if it has."""
         if self._board is not None:
             self._board.refresh(_ANNOUNCE_SECONDS)
         said = self._board.verdict if self._board else ""
@@ -467,15 +468,15 @@ class Watchdog:
         )
 
     def _sentenced(self, mine: Word, elapsed: float) -> PeerLost | None:
-        """What a rank has said on being ended, if nothing else tells this one: a collective of NCCL
-        goes on waiting for it."""
+        """Returns an error with the reason that a rank published when it was ended, if this rank has
+        not noticed otherwise: an NCCL collective keeps waiting for it."""
         if self._board is None or not self._board.verdict or not mine.phase:
             return None
         self._known_for += elapsed
         return PeerLost(self._board.verdict) if self._known_for >= _FELT_SECONDS else None
 
     def _listen(self, mine: Word, elapsed: float) -> list[Heard]:
-        """Hang out this rank's word, and hear the others once it has stood still for long."""
+        """Publish this rank's word, and read the others' if this rank has long made no progress."""
         board = self._board
         if board is None:
             return []
@@ -491,14 +492,14 @@ class Watchdog:
             before, silent = self._heard.get(rank, ("", 0.0))
             if text != before:
                 silent = 0.0
-            elif answered:  # else nothing is known of anybody
+            elif answered:  # otherwise nothing is known about any rank
                 silent += elapsed
             self._heard[rank] = text, silent
             found.append(Heard(rank, Word.loads(text), silent))
         return found
 
     def _unheard(self, mine: Word) -> PeerLost | None:
-        """The board itself is not reached: nothing that hangs there is known to be true."""
+        """Returns an error if the board itself does not answer: its words may be outdated."""
         board = self._board
         if board is None or mine.still < PATIENCE * mine.limit or not mine.waits:
             return None
@@ -512,11 +513,11 @@ class Watchdog:
         )
 
     def _arm(self, mine: Word) -> None:
-        """The last resort writes the stacks and ends the process, unless it is put off in time."""
+        """Arm the last resort, which writes the stacks and ends the process unless it is postponed."""
         if not self._last_resort:
             return
         if mine.phase:
-            # Until its own deadline, and a little longer than this thread would take.
+            # Until the rank's own deadline, and a little longer than this thread would take.
             left = max(0.0, mine.limit - mine.still) + (_HELD - 1) * mine.limit + 2 * self._tick
             faulthandler.dump_traceback_later(left, exit=True, file=2)
         else:
@@ -541,7 +542,7 @@ class Watchdog:
 
 @dataclass(slots=True)
 class _Standstill:
-    """One that was told: where, when it began, and how long it was if that has been seen."""
+    """A standstill that was reported: where and when it began, and how long it lasted if known."""
 
     step: int
     phase: str
@@ -553,8 +554,8 @@ class _Standstill:
 
 
 def waits_for_others(threads: Sequence[int]) -> bool:
-    """Whether one of these threads of this process stands in a collective. A backward pass on a GPU
-    runs in a thread of autograd's own, while the one that began it waits."""
+    """Returns whether one of these threads of this process is inside a collective. A backward pass on a
+    GPU runs in one of autograd's threads, while the thread that began it waits."""
     with _frames() as frames:
         modules = [_module(frames.get(thread)) for thread in threads]
         if any(module.startswith("torch.autograd") for module in modules):
@@ -564,8 +565,8 @@ def waits_for_others(threads: Sequence[int]) -> bool:
 
 @contextmanager
 def _frames() -> Iterator[dict[int, FrameType]]:
-    """The innermost frame of every thread. They are let go at the end: this thread's own is among them
-    and would hold them all, in a cycle, with the tensors of the pass that they were in."""
+    """The innermost frame of every thread. The frames are released at the end: this thread's own is
+    among them and would keep all of them alive in a cycle, with the tensors of their passes."""
     frames = sys._current_frames()
     try:
         yield frames
@@ -578,7 +579,7 @@ def _module(frame: FrameType | None) -> str:
 
 
 def stacks(threads: Sequence[int]) -> str:
-    """The stacks of `threads`, and then those of the other threads that run Python code, indented."""
+    """Returns the stacks of `threads`, then of the other threads that run Python code, indented."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     rest = [
         ident

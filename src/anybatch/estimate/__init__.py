@@ -1,4 +1,4 @@
-"""Bytes and seconds of a task under a choice, found without running it."""
+"""Estimates of the memory and step time of a task under a choice, made without running it."""
 
 from anybatch.estimate.allocator import allocator_notices as allocator_notices
 from anybatch.estimate.calibration import remember as remember

@@ -1,11 +1,12 @@
-"""Allocators: from the blocks that a trace saw to the bytes that a device takes.
+"""Allocators: models that turn the blocks of a trace into the memory taken on a device.
 
-torch's CUDA allocator rounds, and keeps holes between blocks that it cannot give back. Replaying the
-trace's births and deaths through a model of it finds both. On a CPU the live bytes are summed.
+PyTorch's CUDA caching allocator rounds block sizes, and keeps holes between blocks that it cannot
+release. Replaying the allocations and frees of a trace through a model of the allocator accounts
+for both. On a CPU the live bytes are summed.
 
-`PYTORCH_ALLOC_CONF`, or `PYTORCH_CUDA_ALLOC_CONF` as it was called first, lists options of the
-allocator (torch's documentation, "Optimizing memory usage"). Those that move the peak most are
-followed; of others the plan tells.
+`PYTORCH_ALLOC_CONF`, formerly `PYTORCH_CUDA_ALLOC_CONF`, sets options of the allocator (PyTorch
+documentation, "Optimizing memory usage"). The options with the largest effect on the peak are
+modeled; the plan reports the others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 
 from anybatch.estimate.trace import COPIED, Block, Timeline
 
-_SCRATCH = -1  # stands for it among the keys of blocks
+_SCRATCH = -1  # key of scratch memory, among the keys of blocks
 
 CUDA_BLOCK = 512
 CUDA_SMALL = 1 << 20
@@ -30,18 +31,19 @@ CUDA_MIDDLE_SEGMENT = 20 << 20
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What an allocator took.
+    """Memory taken by an allocator while a timeline is replayed.
 
-    What it holds never falls while it keeps what nobody uses, so its peak may come when little is in
-    use. What memory is needed for shows where most of it is in use.
+    A caching allocator keeps unused memory, so the memory that it holds never shrinks, and its peak
+    may occur when little is in use. What the memory is needed for shows at the moment when most is
+    in use.
 
     Attributes:
-        peak_bytes: the most that it held at any time (torch: "reserved").
-        allocated_bytes: the most in blocks, as they are rounded, and in scratch (torch: "allocated",
-            and on one stream "active").
-        moment: when that was, the first time.
-        requested_bytes: in blocks at that moment, as they were asked for, and in scratch.
-        curve: what was held at each moment.
+        peak_bytes: maximum memory held at any time (torch: "reserved").
+        allocated_bytes: maximum memory in blocks after rounding, scratch included (torch:
+            "allocated", and on one stream "active").
+        moment: first moment at which `allocated_bytes` is reached.
+        requested_bytes: memory in blocks at that moment before rounding, scratch included.
+        curve: memory held at each moment.
     """
 
     peak_bytes: int
@@ -52,12 +54,12 @@ class Taken:
 
     @property
     def overhead_bytes(self) -> int:
-        """What the peak has beyond what was asked for: rounding, holes, and what is kept for later."""
+        """Difference between the peak and the requested bytes: rounding, holes, and cached memory."""
         return self.peak_bytes - self.requested_bytes
 
 
 class _Books:
-    """What becomes of `Taken` while a timeline plays."""
+    """Collects the figures of `Taken` during a replay."""
 
     def __init__(self) -> None:
         self._curve: list[int] = []
@@ -65,13 +67,13 @@ class _Books:
         self._held = 0
 
     def note(self, moment: int, allocated: int, requested: int, held: int) -> None:
-        """The figures of a moment, scratch included."""
+        """Record the figures of a moment, scratch included."""
         self._curve.append(held)
         if allocated > self._most[0]:
             self._most = allocated, moment, requested
 
     def hold(self, held: int) -> None:
-        """What is held in the end, in steps that are like the last one."""
+        """Record the memory held at the end of the replay, including the repeated step."""
         self._held = max(self._held, held)
 
     def taken(self) -> Taken:
@@ -85,12 +87,12 @@ class Allocator(ABC):
 
     @abstractmethod
     def replay(self, timeline: Timeline) -> Taken:
-        """What the allocator takes while the timeline plays."""
+        """Return the memory that the allocator takes when `timeline` is replayed."""
 
 
 class LiveBytes(Allocator):
-    """An allocator that takes what is asked for, and gives back at once what is freed: the plain sum of
-    the live bytes. Stands for the host's."""
+    """An allocator without rounding or caching, which takes the sum of the live bytes. Models host
+    memory."""
 
     def replay(self, timeline: Timeline) -> Taken:
         """See `Allocator`."""
@@ -105,24 +107,26 @@ class LiveBytes(Allocator):
 
 
 class CudaCache(Allocator):
-    """torch's CUDA caching allocator, with one stream that computes and one that copies batches
-    (torch's documentation, "CUDA semantics: memory management"; `c10/cuda/CUDACachingAllocator.cpp`).
+    """PyTorch's CUDA caching allocator, with one compute stream and one stream that copies batches
+    (PyTorch documentation, "CUDA semantics: memory management";
+    `c10/cuda/CUDACachingAllocator.cpp`).
 
-    A block is rounded to 512 bytes. Those of up to 1 MiB come from small segments, of 2 MiB; those
-    below 10 MiB from segments of 20 MiB; each larger one from a segment of its own, in multiples of
-    2 MiB.
-    The smallest free block that fits is taken, and what is left of it is split off if it is worth
-    keeping: 512 bytes among small ones, more than 1 MiB among large ones. Neighbours that are free are
-    joined. A segment stays with the allocator, until the limit is met: then those that are wholly free
-    are given back.
+    Block sizes are rounded up to 512 bytes. Blocks of up to 1 MiB come from small segments of
+    2 MiB, larger blocks below 10 MiB from segments of 20 MiB, and each block of 10 MiB or more from
+    its own segment, in multiples of 2 MiB.
+
+    The smallest free block that fits is used. Its remainder is split off if it is large enough: at
+    least 512 bytes for small blocks, more than 1 MiB for large blocks. Adjacent free blocks are
+    merged. Segments stay with the allocator until the limit is reached; then segments that are
+    completely free are released.
 
     Args:
-        expandable: `expandable_segments`: one segment per pool grows in place, by steps of 2 and
-            20 MiB, and any rest is split off.
-        max_split_bytes: `max_split_size_mb`: larger blocks are never split, and only taken for
+        expandable: `expandable_segments`: one segment per pool grows in place, in steps of 2 or
+            20 MiB, and any remainder is split off.
+        max_split_bytes: `max_split_size_mb`: larger blocks are never split, and are used only for
             requests that need nearly all of them.
-        limit_bytes: most that may be reserved; None: no limit. What cannot do without more is counted
-            all the same.
+        limit_bytes: maximum reserved memory, or None for no limit. Memory required beyond the limit
+            is still counted.
     """
 
     def __init__(
@@ -136,7 +140,7 @@ class CudaCache(Allocator):
         self._limit = limit_bytes
 
     def replay(self, timeline: Timeline) -> Taken:
-        """See `Allocator`. What is taken is what is reserved."""
+        """See `Allocator`. The memory taken is the reserved memory."""
         cache = _Cache(self._expandable, self._max_split, self._limit)
         requested = allocated = 0
         books = _Books()
@@ -163,14 +167,14 @@ class CudaCache(Allocator):
 
 @dataclass(slots=True, eq=False)
 class _Pool:
-    """Where free chunks are looked for, of small blocks or of large ones. A stream has its own: batches
-    are copied on another one than everything else runs on.
+    """Free chunks of one size class, small or large blocks. Each stream has its own pools: batches
+    are copied on a separate stream.
 
     Attributes:
-        small: whether it has the small blocks.
-        begin: where its expandable segment begins.
-        free: size and start of the chunks that are free, in that order.
-        last: chunk of the expandable segment.
+        small: whether the pool serves small blocks.
+        begin: start address of its expandable segment.
+        free: size and start of each free chunk, sorted by size, then by start.
+        last: last chunk of the expandable segment.
     """
 
     small: bool
@@ -181,7 +185,7 @@ class _Pool:
 
 @dataclass(slots=True, eq=False)
 class _Chunk:
-    """A part of a segment, taken or free."""
+    """A part of a segment, allocated or free."""
 
     start: int
     size: int
@@ -192,7 +196,7 @@ class _Chunk:
 
 
 class _Cache:
-    """Segments of a CUDA cache, on one line of addresses with gaps between them."""
+    """Segments of a CUDA cache in one address space, with gaps between them."""
 
     def __init__(self, expandable: bool, max_split: int | None, limit: int | None) -> None:
         self.reserved_bytes = 0
@@ -200,7 +204,7 @@ class _Cache:
         self._max_split = max_split
         self._limit = limit
         self._taken: dict[int, _Chunk] = {}
-        # By stream, and in it for large blocks and for small ones.
+        # For each stream, the pool of large blocks and the pool of small blocks.
         self._pools = tuple(
             (_Pool(False, (2 * i + 1) << 60), _Pool(True, (2 * i + 2) << 60)) for i in range(2)
         )
@@ -208,7 +212,7 @@ class _Cache:
         self._line = 0
 
     def take(self, key: int, num_bytes: int, copied: bool = False) -> int:
-        """Take a block; returns its size. `copied`: of the stream that copies to the device."""
+        """Allocate a block and return its size. `copied`: use the stream that copies to the device."""
         size = _round_up(num_bytes, CUDA_BLOCK)
         pool = self._pools[copied][size <= CUDA_SMALL]
         chunk = self._fitting(size, pool)
@@ -227,7 +231,7 @@ class _Cache:
         return chunk.size
 
     def give(self, key: int) -> int:
-        """Give a block back; returns its size."""
+        """Free a block and return its size."""
         chunk = self._taken.pop(key)
         size = chunk.size
         for other in (chunk.before, chunk.after):
@@ -260,11 +264,11 @@ class _Cache:
             whole = _round_up(size, CUDA_SMALL_SEGMENT)
         self._reserve(whole)
         chunk = _Chunk(self._line, whole, pool)
-        self._line += whole + CUDA_BLOCK  # the gap: no chunk of one segment touches another's
+        self._line += whole + CUDA_BLOCK  # the gap keeps chunks of different segments apart
         return chunk
 
     def _grown(self, size: int, pool: _Pool) -> _Chunk:
-        """The end of the pool's one segment, grown until it holds `size`."""
+        """Return the end of the pool's expandable segment, grown until it holds `size`."""
         last = pool.last
         step = CUDA_SMALL_SEGMENT if pool.small else CUDA_MIDDLE_SEGMENT
         there = last.size if last is not None and last.free else 0
@@ -287,7 +291,7 @@ class _Cache:
         self.reserved_bytes += size
 
     def release(self) -> None:
-        """Give back the segments that are wholly free (of expandable ones their free ends)."""
+        """Release segments that are completely free (of expandable segments, the free ends)."""
         for chunk in list(self._at.values()):
             if chunk.after is None and (chunk.before is None or self._expandable):
                 self._drop(chunk)
@@ -323,7 +327,7 @@ class _Cache:
 
 
 def _moments(timeline: Timeline) -> Iterator[tuple[int, Sequence[Block], Sequence[Block]]]:
-    """Every moment with the blocks born at it and, after those, the blocks that died at it."""
+    """Yield every moment with the blocks allocated at it and the blocks freed at it."""
     births: dict[int, list[Block]] = {}
     deaths: dict[int, list[Block]] = {}
     for block in timeline.blocks:
@@ -337,8 +341,9 @@ def _moments(timeline: Timeline) -> Iterator[tuple[int, Sequence[Block], Sequenc
 def _repeated(
     timeline: Timeline,
 ) -> Iterator[tuple[bool, int, Sequence[Block], Sequence[Block]]]:
-    """The moments, and once more those of the step after what was released: a cache in which a step has
-    left its holes is not the one in which it began. Whether a moment comes again stands before each."""
+    """Yield whether a moment is repeated, followed by the items of `_moments`. The moments of the
+    step after `timeline.released` come twice, since the holes that a step leaves in the cache were
+    not there when it began."""
     moments = list(_moments(timeline))
     yield from ((False, *one) for one in moments)
     if timeline.released is None:
@@ -363,12 +368,12 @@ _OPTION = re.compile(r"([a-z_0-9]+)\s*:\s*(\[[^\]]*\]|[^,]*)")
 
 @dataclass(frozen=True, slots=True)
 class AllocatorSettings:
-    """What `CudaCache` is told.
+    """Settings of `CudaCache`.
 
     Attributes:
         expandable: `expandable_segments`.
         max_split_bytes: `max_split_size_mb`; None: no limit.
-        ignored: options that may change what is reserved, and are not followed.
+        ignored: options that may change the reserved memory and are not modeled.
     """
 
     expandable: bool = False
@@ -377,7 +382,8 @@ class AllocatorSettings:
 
 
 def settings_here() -> AllocatorSettings:
-    """As the environment has them. What torch would not understand is left to torch."""
+    """Return the settings in the environment. Options that PyTorch would not accept are left to
+    PyTorch."""
     told = next((os.environ[name] for name in _NAMES if os.environ.get(name)), "")
     expandable, most, ignored = False, None, list[str]()
     for name, value in _OPTION.findall(told.replace(" ", "")):
@@ -391,7 +397,7 @@ def settings_here() -> AllocatorSettings:
 
 
 def allocator_notices() -> Iterator[str]:
-    """What to say of settings in plans for CUDA: sentences."""
+    """Yield the notices about allocator settings in plans for CUDA."""
     here = settings_here()
     followed = ["expandable_segments"] if here.expandable else []
     followed += ["max_split_size_mb"] if here.max_split_bytes is not None else []

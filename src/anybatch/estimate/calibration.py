@@ -1,12 +1,12 @@
-"""Calibration: the speeds of a device, by which candidates are ordered, and what earlier runs teach.
+"""Calibration: device speeds, by which candidates are ordered, and corrections from earlier runs.
 
-A device that is here is measured in a second or two: one matrix product per dtype, a stream through
-memory, and the time to start an operation. For one that is not here the same figures come from its data
-sheet. Measured step times of earlier runs correct later predictions.
+A device that is present is measured in a second or two: one matrix product per dtype, a stream
+through memory, and the time to start an operation. For other devices the same figures come from the
+data sheet. Measured step times of earlier runs correct later predictions.
 
-What is measured is kept in the user's cache folder. A cache may be lost, torn or stale at any time, and
-none of that may stop a plan: a file that cannot be read is as good as none, and one that cannot be
-written is not written. Files are named after what their content depends on.
+Measurements are stored in the user's cache folder. A cache file may be missing, truncated or stale
+at any time, and must never stop a plan: an unreadable file is treated as missing, and a failed
+write is ignored. Files are named after everything that their content depends on.
 """
 
 from __future__ import annotations
@@ -40,32 +40,33 @@ from anybatch.process.threads import MOST_IDLE
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 _SHEET_MATMUL, _SHEET_BYTES = 0.65, 0.80
-"""What is left of the figures on a data sheet in a training step: large products of transformers reach
-60 to 75% of the matrix rate, streaming operations 80 to 90% of the memory's."""
+"""Fractions of the data-sheet rates that a training step reaches: large products of transformers
+reach 60 to 75% of the matrix rate, and streaming operations 80 to 90% of the memory bandwidth."""
 
 SHEET_ERROR = 1.5
-"""Factor within which step times from a data sheet are expected."""
+"""Expected error factor of step times that are predicted from a data sheet."""
 
 _CORES_OF_MEMORY = 4
-"""Cores that stream as many bytes as the memory has for all of them, about."""
+"""Approximate number of cores that use the full memory bandwidth."""
 
 _POINT_SECONDS, _LEAST_ROUNDS = 0.03, 3
-"""Measuring time for one figure, and its fewest rounds."""
+"""Measuring time for one figure, and the minimum number of rounds."""
 
 _DEADLINE_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """How fast a device is.
+    """Speeds of a device.
 
     Attributes:
-        matmul: dtype to floating-point operations per second of matrix products.
-        memory: bytes per second.
-        call_seconds: to start one operation, from Python and autograd, whatever it does.
-        overlap: operations are started while earlier ones run (CUDA), so that the larger of the two
-            counts, not their sum.
-        measured: False where they are drawn from nominal figures.
+        matmul: floating-point operations per second of matrix products, by dtype.
+        memory: memory bandwidth in bytes per second.
+        call_seconds: time to start one operation from Python and autograd, whatever the operation
+            does.
+        overlap: whether operations are started while earlier ones run (CUDA), so that the larger of
+            the two times counts, not their sum.
+        measured: False if the speeds are derived from nominal figures.
     """
 
     matmul: Annotated[dict[str, Rate], Field(min_length=1)]
@@ -79,7 +80,7 @@ SPEEDS: TypeAdapter[Speeds] = TypeAdapter(Speeds)
 
 
 def nominal(device: Device) -> Speeds:
-    """Speeds from the nominal figures of `device`."""
+    """Return speeds derived from the nominal figures of `device`."""
     rates, on_cpu = device.rates, device.kind == "cpu"
     half = rates.half_flops if on_cpu or device.has("bf16") else rates.flops
     full = {
@@ -103,12 +104,13 @@ def nominal(device: Device) -> Speeds:
 
 
 def measure(device: Device) -> Speeds:
-    """Measure `device`, which is here, for a second or two. Torch's random state is left as it was.
+    """Measure `device`, which must be present, for a second or two. PyTorch's random state is
+    preserved.
 
-    On a CPU one thread is measured, by the time that it computes: threads that share an operation wait
-    for each other while another process has a core, however short the operation is (docs/log.md).
+    On a CPU a single thread is measured, in CPU time: threads that share an operation wait for each
+    other while another process occupies a core, however short the operation is (docs/log.md).
 
-    Raises whatever torch raises, out of memory for one.
+    Raises whatever PyTorch raises, such as an out-of-memory error.
     """
     target = torch.device(device.torch_name)
     if target.type == "cuda":
@@ -138,7 +140,7 @@ def _measured(target: torch.device, dtypes: tuple[str, ...]) -> Speeds:
 
 
 def _product_rate(name: str, target: torch.device) -> float:
-    """Floating-point operations per second of a square matrix product."""
+    """Return the floating-point operations per second of a square matrix product."""
     side = 4096 if target.type == "cuda" else 384
     dtype = torch.float32 if name == "tf32" else getattr(torch, name)
     before = torch.backends.cuda.matmul.allow_tf32
@@ -151,15 +153,15 @@ def _product_rate(name: str, target: torch.device) -> float:
 
 
 def _stream_rate(target: torch.device) -> float:
-    """Bytes per second that an operation reads and writes that has to wait for memory."""
+    """Return the bytes per second that a memory-bound operation reads and writes."""
     x = torch.ones((1 << 28 if target.type == "cuda" else 1 << 26) // 4, device=target)
     y = torch.empty_like(x)
     return 2.0 * x.nbytes / _best_seconds(lambda: torch.add(x, 1.0, out=y), target)
 
 
 def _call_seconds(target: torch.device) -> float:
-    """Seconds per operation of a model whose operations do next to nothing: forward through modules,
-    backward through autograd."""
+    """Return the seconds per operation of a model whose operations do almost no work: forward
+    through modules, backward through autograd."""
     with torch.enable_grad():
         layers = [torch.nn.Linear(4, 4, device=target) for _ in range(24)]
         model = torch.nn.Sequential(*(part for each in layers for part in (each, torch.nn.ReLU())))
@@ -172,12 +174,13 @@ def _call_seconds(target: torch.device) -> float:
             return loss
 
         seconds = _best_seconds(step, target)
-    # Forward: product and ReLU; backward: two products, a sum, ReLU's.
+    # Forward: product and ReLU. Backward: two products, a sum, and the gradient of ReLU.
     return seconds / (24 * 6)
 
 
 def _best_seconds(run: Callable[[], Any], target: torch.device) -> float:
-    """The best of several times. On CUDA the time of waiting is spread over many calls."""
+    """Return the best of several timings. On CUDA the synchronization time is spread over many
+    calls."""
     is_cuda = target.type == "cuda"
     clock = time.perf_counter if is_cuda else time.thread_time
 
@@ -200,10 +203,10 @@ def _best_seconds(run: Callable[[], Any], target: torch.device) -> float:
 
 
 def measure_apart(device: Device, threads: int) -> Speeds:
-    """`measure(device)`, in a process of its own, since measuring leaves memory of libraries behind,
-    and on CUDA a context. `threads`: of torch, where the device is a CPU.
+    """Run `measure(device)` in a separate process, since measuring leaves library memory behind,
+    and on CUDA a context. `threads`: number of threads of PyTorch, if the device is a CPU.
 
-    Raises `OSError`, `subprocess.SubprocessError` or `ValueError` if it cannot be done.
+    Raises `OSError`, `subprocess.SubprocessError` or `ValueError` if the measurement fails.
     """
     code = f"import sys; from {__name__} import _tell_speeds; _tell_speeds(*sys.argv[1:])"
     done = subprocess.run(
@@ -223,18 +226,18 @@ def _tell_speeds(name: str, threads: str) -> None:
 # ----------------------------------------------------------------------------------------- files
 
 FORMAT = 7
-"""Of the files, and of the way in which speeds are measured."""
+"""Version of the file format and of the measuring method."""
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """What measurements depend on: two runs that agree in all of it can be compared.
+    """Everything that measurements depend on. Runs for which all of it is equal can be compared.
 
     Attributes:
-        device: its name.
-        driver: CUDA's version; on a CPU the processor's model.
-        torch: version.
-        threads: of torch, where the device is a CPU.
+        device: name of the device.
+        driver: CUDA version; on a CPU the processor model.
+        torch: version of PyTorch.
+        threads: number of threads of PyTorch, if the device is a CPU.
     """
 
     device: str
@@ -243,7 +246,8 @@ class Where:
     threads: int
 
     def file(self, kind: str) -> Path:
-        """The file of that `kind`: readable, and named unlike that of any other."""
+        """Return the path of the file of that `kind`. The name is readable, and unique to these
+        values."""
         text = json.dumps([FORMAT, self.device, self.driver, self.torch, self.threads])
         readable = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")[:40]
         name = f"{kind}-{readable}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
@@ -251,7 +255,7 @@ class Where:
 
 
 def where(device: Device) -> Where:
-    """What measurements on `device`, which is here, depend on."""
+    """Return everything that measurements on `device`, which must be present, depend on."""
     if device.kind == "cpu":
         return Where(device.name, _processor(), torch.__version__, torch.get_num_threads())
     driver = torch.version.cuda or torch.version.hip or ""
@@ -268,7 +272,7 @@ def _processor() -> str:
 
 
 def read(path: Path, adapter: TypeAdapter[Any]) -> Any | None:
-    """What is in the file, or None if it is not there or not what it should be."""
+    """Return the content of the file, or None if it is missing or invalid."""
     try:
         return adapter.validate_json(path.read_bytes())
     except (OSError, ValidationError, ValueError):
@@ -276,7 +280,7 @@ def read(path: Path, adapter: TypeAdapter[Any]) -> Any | None:
 
 
 def write(path: Path, adapter: TypeAdapter[Any], value: Any) -> None:
-    """Write the file whole, or not at all if it cannot be."""
+    """Write the complete file, or nothing if it cannot be written."""
     with contextlib.suppress(OSError, InputError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, adapter.dump_json(value, indent=1).decode(), "the cache")
@@ -288,7 +292,8 @@ _memo: dict[Where, Speeds] = {}
 
 
 def speeds_of(device: Device) -> Speeds:
-    """The speeds of `device`: as measured, now or earlier, or nominal where it is not here."""
+    """Return the speeds of `device`: measured, now or earlier, if it is present; nominal if it is
+    not, or if measuring fails."""
     if not device.present:
         return nominal(device)
     here = where(device)
@@ -296,7 +301,7 @@ def speeds_of(device: Device) -> Speeds:
     if found is None:
         try:
             found = measure_apart(device, torch.get_num_threads())
-        except Exception:  # no room for it, say: a plan can do with less, and asks more than once
+        except Exception:  # such as out of memory: nominal speeds suffice, and plans ask again
             found = nominal(device)
         else:
             write(here.file("speeds"), SPEEDS, found)
@@ -305,7 +310,7 @@ def speeds_of(device: Device) -> Speeds:
 
 
 def forget_speeds(device: Device) -> None:
-    """Measure `device` again when its speeds are next asked for."""
+    """Discard the speeds of `device`, so that they are measured again when next needed."""
     here = where(device)
     _memo.pop(here, None)
     with contextlib.suppress(OSError):
@@ -315,16 +320,16 @@ def forget_speeds(device: Device) -> None:
 # --------------------------------------------------------------------------------------- history
 
 _KEPT, _COUNTED = 60, 9
-"""Runs that are remembered per device; the last of them, which a correction is made of."""
+"""Number of runs stored per device, and number of most recent runs used for a correction."""
 
 _LIMITS = (0.2, 5.0)
-"""Ratios beyond these are not learned: speeds are measured again."""
+"""Ratios outside of this range are not learned; the speeds are measured again instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One run: the name of its task, the parameters of its model (tasks of one name may differ), and
-    the measured time of a step by the uncorrected prediction."""
+    """One run: the name of its task, the number of parameters of its model (tasks with the same
+    name may differ), and the ratio of the measured step time to the uncorrected prediction."""
 
     task: str
     parameters: int
@@ -333,7 +338,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """The factor by which predicted times are corrected, and the number of runs that it was learned
+    """Factor by which predicted times are corrected, and the number of runs that it was learned
     from."""
 
     seconds: float = 1.0
@@ -344,7 +349,8 @@ _RUNS: TypeAdapter[tuple[Seen, ...]] = TypeAdapter(tuple[Seen, ...])
 
 
 def correction(device: Device, task: TaskIdentity | None = None) -> Correction:
-    """What earlier runs on `device` teach: those of the same task where there are any, else all."""
+    """Return the correction from earlier runs on `device`: runs of the same task if there are any,
+    otherwise all runs."""
     if not device.present:
         return Correction()
     runs = read(where(device).file("history"), _RUNS) or ()
@@ -356,13 +362,15 @@ def correction(device: Device, task: TaskIdentity | None = None) -> Correction:
 
 
 def remember(plan: Plan, measured_step_seconds: float | None, idle_seconds: float = 0.0) -> None:
-    """Keep what a run that followed `plan` to its end measured; a run that is off by more than a factor
-    of five has the machine measured again. What cannot be kept is not: this never fails.
+    """Store the measured step time of a run that followed `plan` to its end. If it differs from the
+    prediction by more than a factor of five, the device is measured again. Never fails: what cannot
+    be stored is dropped.
 
     Args:
-        plan: with the prediction; nothing is kept of one without, or of several ranks.
+        plan: plan with the prediction. Nothing is stored for plans without one, or for several
+            ranks.
         measured_step_seconds: median time of a step.
-        idle_seconds: of these, how long it waited for a core that others had.
+        idle_seconds: part of that time spent waiting for a core that other processes used.
     """
     told = plan.prediction
     if told is None or plan.num_ranks != 1 or not measured_step_seconds or told.step_seconds <= 0:

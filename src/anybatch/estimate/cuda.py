@@ -1,20 +1,19 @@
-"""CUDA's rules laid over a trace of CPU tensors, for a device that is not here.
+"""CUDA semantics for a trace of CPU tensors, used when the CUDA device is not present.
 
-Fake CUDA tensors do not carry through a backward pass on a machine without CUDA. Six things differ
-between the devices so much that bytes are wrong by tens of percent, and they are made as CUDA has
-them:
+Fake CUDA tensors do not support a backward pass on a machine without CUDA. The two devices differ
+in six ways that change memory by tens of percent. In these the trace follows CUDA:
 
-1. Autocast. What runs in half precision and what in float32: see `cuda_autocast`.
-2. Attention. CUDA's fused kernels (flash, memory-efficient) keep one number per query for backward,
-   also under dropout or a mask, where a CPU falls back to keeping the scores.
-3. Dropout. CUDA's keeps a mask of one byte per number.
-4. Norms. Group norms keep their argument with its channels first; RMS norms are one kernel.
-5. Optimizers. Where nothing is said, they update all tensors at once on CUDA (`foreach`), with
-   temporaries as large as the parameters; on a CPU one after the other.
-6. Chunks of `lm_loss`, which are larger on CUDA.
+1. Autocast: which operations run in half precision and which in float32. See `cuda_autocast`.
+2. Attention: CUDA's fused kernels (flash, memory-efficient) save one number per query for backward,
+   also with dropout or a mask, where a CPU falls back to saving the scores.
+3. Dropout: CUDA saves a mask of one byte per element.
+4. Norms: group norms save their input with the channels first; RMS norms are a single kernel.
+5. Optimizers: by default they update all tensors at once on CUDA (`foreach`), with temporaries as
+   large as the parameters, and one tensor after the other on a CPU.
+6. Chunks of `lm_loss` are larger on CUDA.
 
-What CUDA's kernels take beside arguments and results: see `kernels`; cuBLAS's workspaces:
-`workspaces`. What remains: workspaces of cuDNN, and kernels that CUDA has and CPUs have not.
+For memory that CUDA kernels take in addition to arguments and results, see `kernels`; for cuBLAS
+workspaces, see `workspaces`. Not modeled: cuDNN workspaces, and kernels that exist only on CUDA.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from anybatch.machine import Device
 
 
 def is_overlaid(device: Device) -> bool:
-    """Whether traces for `device` are of CPU tensors with CUDA's rules laid over them."""
+    """Return whether traces for `device` use CPU tensors with CUDA semantics."""
     return device.kind == "cuda" and not (device.present and torch.cuda.is_available())
 
 
 @contextmanager
 def laid_over(device: Device) -> Iterator[None]:
-    """Where a trace for `device` runs."""
+    """Context manager in which a trace for `device` runs."""
     if is_overlaid(device):
         with _CudaFunctions(), _regions_of_cpu(), standing_for(device.kind):
             yield
@@ -55,7 +54,7 @@ def laid_over(device: Device) -> Iterator[None]:
 
 @contextmanager
 def _regions_of_cpu() -> Iterator[None]:
-    """A model's own `torch.autocast("cuda", ...)` is one of the tensors that are there."""
+    """Make `torch.autocast("cuda", ...)` in a model apply to the CPU tensors of the trace."""
     regions: Any = torch.autocast
     real = regions.__init__
 
@@ -70,14 +69,14 @@ def _regions_of_cpu() -> Iterator[None]:
 
 
 class _CudaFunctions(TorchFunctionMode):
-    """Functions of torch as autocast and attention have them on CUDA."""
+    """Runs PyTorch functions with the autocast rules and kernels of CUDA."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """See torch."""
+        """See `TorchFunctionMode`."""
         kwargs = kwargs or {}
-        if func is Tensor.backward:  # recompute runs forward again inside it
+        if func is Tensor.backward:  # recompute runs forward inside backward
             with self:
                 return _backward(*args, **kwargs)
         if func is torch.autograd.grad:  # the same
@@ -89,14 +88,15 @@ class _CudaFunctions(TorchFunctionMode):
             return cuda_autocast.run(func, args, kwargs)
         own = isinstance(func, FunctionType) and func.__globals__ is vars(F)
         if own and PLAIN.issuperset(types):
-            with self:  # of torch's own, in Python: what it calls is asked for next
+            with self:  # a Python function of PyTorch: the functions it calls pass through here
                 return _body(func)(*args, **kwargs)
         return func(*args, **kwargs)
 
 
 @cache
 def _body(func: FunctionType) -> FunctionType:
-    """`func`, a function of torch in Python, without its question whether a mode will take it."""
+    """Return a copy of `func`, a Python function of PyTorch, that does not check for a function
+    mode."""
     asks = {name: _no for name in func.__globals__ if name.startswith("has_torch_function")}
     made = FunctionType(
         func.__code__,
@@ -114,8 +114,8 @@ def _no(*_: Any) -> bool:
 
 
 def _backward(tensor: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
-    """A backward pass under the mode. torch's own way would ask the mode once more, and then run
-    without it, so recompute would keep other tensors than forward did."""
+    """Run a backward pass under the mode. `Tensor.backward` would dispatch to the mode once more
+    and then run without it, so recompute would save other tensors than forward did."""
     keep, create = options.get("retain_graph"), options.get("create_graph", False)
     run_backward(
         (tensor,),
@@ -131,10 +131,10 @@ def _backward(tensor: Tensor, gradient: Tensor | None = None, **options: Any) ->
 def _dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
 ) -> Tensor:
-    """Dropout with a mask of one byte per number; a CPU's has the dtype of the input."""
+    """Dropout with a mask of one byte per element. On a CPU the mask has the dtype of the input."""
     if not (training and train) or p == 0:
         return input
-    if inplace:  # has no such kernel
+    if inplace:  # no fused kernel exists
         return input.mul_(torch.empty_like(input).bernoulli_(1 - p).div_(1 - p))
     return torch.native_dropout(input, p, True)[0]
 
@@ -149,9 +149,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention by a kernel that keeps its result and one number per query, where CUDA has one. The
-    CPU's flash attention has those very outputs; dropout, which it does not know, draws its mask again
-    in backward."""
+    """Attention with a kernel that saves its result and one number per query, if CUDA has one. The
+    CPU's flash attention saves the same. It does not support dropout, which is left out: CUDA's
+    kernels generate the mask again in backward."""
     if torch.is_autocast_enabled("cpu"):
         half = torch.get_autocast_dtype("cpu")
         query, key, value = (cuda_autocast.cast(t, half) for t in (query, key, value))
@@ -186,9 +186,8 @@ def _attention(
 def _kernel_for(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
 ) -> Literal["flash", "efficient", "math"]:
-    """The kernel that CUDA takes, from compute capability 8.0 on
-    (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`). That by the name of math computes all
-    scores."""
+    """Return the kernel that CUDA selects, for compute capability 8.0 and later
+    (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`). The kernel "math" computes all scores."""
     given = query, key, value
     if any(t.dim() != 4 or t.stride(3) != 1 for t in given):
         return "math"
@@ -210,15 +209,16 @@ def _padded(tensor: Tensor, width: int) -> Tensor:
 
 
 def _is_by_token(tensor: Tensor) -> bool:
-    """Whether what is made like `tensor`, of shape [batch, heads, tokens, width], has the heads of a
-    token side by side."""
+    """Return whether a tensor allocated like `tensor`, of shape [batch, heads, tokens, width],
+    stores the heads of a token next to each other."""
     strides = [tensor.stride(dim) for dim in (0, 2, 1, 3) if tensor.size(dim) > 1]
     return strides == sorted(strides, reverse=True)
 
 
 class _Attention(torch.autograd.Function):
-    """The CPU's kernel, with the result laid out as CUDA's memory-efficient one has it: the heads of a
-    token side by side. A bias that learns has a gradient of the shape of the scores first."""
+    """The CPU kernel, with the result in the layout of CUDA's memory-efficient kernel: the heads of
+    a token are adjacent. The gradient of a learned bias is first computed in the shape of the
+    scores."""
 
     @staticmethod
     def forward(
@@ -257,8 +257,8 @@ class _Attention(torch.autograd.Function):
 
 
 def _bias(mask: Tensor, query: Tensor) -> Tensor:
-    """What is added to the scores: of the dtype of the queries, its rows padded to a multiple of
-    eight."""
+    """Return the bias that is added to the scores, in the dtype of the queries, with rows padded to
+    a multiple of eight."""
     bias = (
         torch.zeros_like(mask, dtype=query.dtype)
         if mask.dtype == torch.bool
@@ -269,7 +269,7 @@ def _bias(mask: Tensor, query: Tensor) -> Tensor:
 
 
 def _group_norm(input: Tensor, *args: Any, **options: Any) -> Tensor:
-    """A norm that reads its channels as contiguous, and keeps them so for backward."""
+    """Group norm that makes its input contiguous, and saves the contiguous input for backward."""
     return _in_float32(torch.group_norm, input.contiguous(), *args, **options)
 
 
@@ -284,7 +284,7 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """A norm in one kernel, which keeps its argument and one number for each row."""
+    """RMS norm in a single kernel, which saves its input and one number per row."""
     if cuda_autocast.changes(torch.rms_norm):
         input = cuda_autocast.cast(input, torch.float32)
         weight = None if weight is None else cuda_autocast.cast(weight, torch.float32)
@@ -295,7 +295,7 @@ def _rms_norm(
 
 
 class _RmsNorm(torch.autograd.Function):
-    """The bytes of CUDA's, and as many passes over them."""
+    """RMS norm with the same memory as CUDA's kernel, and as many passes over it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, num_dims: int, weight: Tensor | None) -> Tensor:
@@ -312,7 +312,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 _is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""By `torch.func`, which takes functions as torch has them."""
+"""Whether a `torch.func` transform is active, which needs the original functions."""
 
 _STAND_INS: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
@@ -321,12 +321,12 @@ _STAND_INS: dict[Any, Callable[..., Any]] = {
     torch.group_norm: _group_norm,
     torch.rms_norm: _rms_norm,
 }
-"""What is made of operations that differ on CUDA."""
+"""Replacements for functions that differ on CUDA."""
 
 
 def update_together(optimizer: Optimizer) -> None:
-    """Let `optimizer` update all tensors at once where it is not told otherwise: torch does so for CUDA
-    tensors, but not for fake ones."""
+    """Make `optimizer` update all tensors at once, unless it is configured otherwise. PyTorch does
+    so for CUDA tensors, but not for fake ones."""
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True

@@ -1,8 +1,7 @@
-"""CUDA's autocast, for traces of CPU tensors: what it runs in which dtype, where a CPU's has it
-otherwise.
+"""CUDA autocast for traces of CPU tensors: the dtype of each function where CPU autocast differs.
 
-By torch's documentation ("Autocast op reference") and, function by function, by the dtypes that
-torch's CUDA build returns (`tests/gpu/test_autocast.py`).
+Based on PyTorch's documentation ("Autocast op reference") and, for each function, on the dtypes
+that PyTorch's CUDA build returns (`tests/gpu/test_autocast.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 Function = Callable[..., Any]
 
 PLAIN = frozenset((Tensor, nn.Parameter, nn.Buffer, FakeTensor))
-"""Tensors that take no function for themselves."""
+"""Tensor types that do not intercept functions."""
 
 _HALF = (torch.bfloat16, torch.float16)
 _NATIVE: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
@@ -29,7 +28,7 @@ _NORMS_RMS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 
 
 def _named(places: Iterable[Any], names: str) -> frozenset[Function]:
-    """The functions of these names, wherever there are such."""
+    """Return the functions with these names in each of the `places` that has them."""
     return frozenset(
         getattr(place, name) for place in places for name in names.split() if hasattr(place, name)
     )
@@ -67,27 +66,28 @@ _IN_FLOAT32 = (
 _INTO_FLOAT32 = _named((torch, Tensor), "sum prod cumsum cumprod norm") | _named(
     (torch.linalg,), "norm vector_norm matrix_norm"
 )
-"""What reads half precision and adds up in float32, without a copy."""
+"""Reductions that read half precision and accumulate in float32, without a copy."""
 
 _SOFTMAX: dict[Function, Function] = {
     **dict.fromkeys(_named((torch, Tensor, F), "softmax"), torch.ops.aten._softmax),
     **dict.fromkeys(_named((torch, Tensor, F), "log_softmax"), torch.ops.aten._log_softmax),
 }
-"""What reads float16, but not bfloat16, without a copy."""
+"""Functions that read float16, but not bfloat16, without a copy."""
 
 _IN_HALF = _named((torch, Tensor), "mv addmv addr lstm_cell gru_cell")
 
 _IN_FLOAT16 = _named((torch,), "gru rnn_tanh rnn_relu")
-"""Whatever the dtype of autocast: cuDNN's recurrent layers (`aten/src/ATen/cudnn/AutocastRNN.cpp`)."""
+"""Functions in float16, whatever the autocast dtype: cuDNN's recurrent layers
+(`aten/src/ATen/cudnn/AutocastRNN.cpp`)."""
 
 _IN_BFLOAT16 = _named((torch,), "lstm")
-"""For float16, which is as large: oneDNN has a kernel for it, and would have none."""
+"""Functions in bfloat16 instead of float16, which has the same size: oneDNN has no float16 kernel."""
 
 _WIDEST = _named(
     (torch, Tensor),
     "dot vdot tensordot inner cross index_put scatter_add bilinear addcmul addcdiv atan2 grid_sampler",
 )
-"""In the widest dtype of the arguments."""
+"""Functions in the widest dtype of their arguments."""
 
 _AS_GIVEN = _named(
     (torch, F, _NATIVE),
@@ -95,16 +95,16 @@ _AS_GIVEN = _named(
     " adaptive_max_pool3d _adaptive_max_pool3d adaptive_max_pool3d_with_indices max_unpool2d"
     " max_unpool3d",
 )
-"""In that of the argument, where a CPU's autocast has float32."""
+"""Functions in the dtype of their input, where CPU autocast uses float32."""
 
 
 def changes(func: Function) -> bool:
-    """Whether CUDA's autocast runs `func` otherwise than a CPU's."""
+    """Return whether CUDA autocast runs `func` differently from CPU autocast."""
     return func in _ALL and torch.is_autocast_enabled("cpu")
 
 
 def run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func`, one for which `changes` holds, as CUDA's autocast runs it."""
+    """Run `func`, for which `changes` is true, as CUDA autocast does."""
     first = args[0] if args else kwargs.get("input")
     given = first.dtype if isinstance(first, Tensor) else None
     with torch.autocast("cpu", enabled=False):
@@ -125,7 +125,8 @@ def run(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _cross_entropy(input: Tensor, target: Tensor, *args: Any, **options: Any) -> Tensor:
-    """Of logits in half precision: their softmax stays in it, and the loss alone is in float32."""
+    """Cross-entropy of logits in half precision: the softmax stays in half precision, and only the
+    loss is in float32."""
     if args or target.is_floating_point() or options.get("label_smoothing"):
         return F.cross_entropy(input.float(), target, *args, **options)
     options.pop("label_smoothing", None)
@@ -134,7 +135,7 @@ def _cross_entropy(input: Tensor, target: Tensor, *args: Any, **options: Any) ->
 
 
 def _dtype(func: Function, args: Any, kwargs: Any) -> torch.dtype | None:
-    """To which its floating-point arguments are cast; None: to none."""
+    """Return the dtype to which floating-point arguments are cast, or None if they are not cast."""
     if func in _IN_FLOAT32:
         return torch.float32
     if func in _IN_HALF:
@@ -150,7 +151,7 @@ def _dtype(func: Function, args: Any, kwargs: Any) -> torch.dtype | None:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` in `dtype`, if it is of those dtypes that autocast knows."""
+    """Cast `tensor` to `dtype` if its dtype is one that autocast converts."""
     castable = tensor.dtype in _HALF or tensor.dtype == torch.float32
     return tensor.to(dtype) if castable else tensor
 

@@ -1,14 +1,14 @@
-"""Data-dependent shapes: the numbers on which shapes depend, in a trace of fake tensors.
+"""Data-dependent shapes: the values on which shapes depend, tracked in a trace of fake tensors.
 
-A mixture of experts sends each token to some experts, and the number of tokens of an expert is data:
-`nonzero` has no result on fake tensors. Such a trace is repeated with these numbers, which are few
-integers and booleans. Each operation on tensors whose numbers are known is also computed for real, on
-tensors in host memory, so views, changes in place and counts are consistent.
+A mixture of experts sends each token to some experts, and the number of tokens of an expert depends
+on data: `nonzero` has no result on fake tensors. Such a trace is repeated with these values, which
+are few integers and booleans. Each operation on tensors whose values are known is also computed for
+real, on tensors in host memory, so views, in-place changes and counts are consistent.
 
-Two things are not known, and assumed:
+Two kinds of values are unknown, and are assumed:
 
-    a choice  (`topk`, `argmax`, `sort`, ... of floating-point numbers): each is equally frequent
-    a mask    computed from unknown numbers: it selects everything
+    a choice  (`topk`, `argmax`, `sort`, ... of floating-point values): each is equally frequent
+    a mask    computed from unknown values: it selects everything
 
 `notices` lists these assumptions.
 """
@@ -31,7 +31,8 @@ _NoModes: Any = torch._C._DisableTorchDispatch
 _CPU = torch.device("cpu")
 
 _MOST = 1 << 25
-"""Numbers that are followed in one operation, so that following takes no more memory than training."""
+"""Maximum number of elements that are tracked in one operation, so that tracking takes no more
+memory than training."""
 
 _NAME = "anybatch_value"
 
@@ -39,11 +40,11 @@ _Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class NotFollowed(Exception):
-    """A trace asks for a number that it would know, had it followed numbers."""
+    """A trace reads a value that would be known if values were tracked."""
 
 
 UNKNOWN = (NotFollowed, DynamicOutputShapeException, DataDependentOutputException)
-"""What a trace raises that may go on if it follows numbers."""
+"""Exceptions of a trace that may succeed if it tracks values."""
 
 
 def _chosen_dim(position: int, default: int | None) -> Callable[[Any, Any], int | None]:
@@ -55,7 +56,7 @@ def _chosen_dim(position: int, default: int | None) -> Callable[[Any, Any], int 
     return dim
 
 
-# Operations that choose by floating-point numbers: where their dim stands, and which result it is.
+# Operations that choose by floating-point values: how to find their dim, and the index of the result.
 _CHOICES: dict[Any, tuple[Callable[[Any, Any], int | None], int | None]] = {
     _aten.topk.default: (_chosen_dim(2, -1), 1),
     _aten.argmax.default: (_chosen_dim(1, None), None),
@@ -70,25 +71,26 @@ _CHOICES: dict[Any, tuple[Callable[[Any, Any], int | None], int | None]] = {
 
 
 def chooses(func: Any) -> bool:
-    """Whether `func` makes numbers, of which shapes may come to depend, of floating-point ones."""
+    """Return whether `func` computes indices, on which shapes may depend, from floating-point
+    values."""
     return func in _CHOICES
 
 
 class Values:
-    """See the module. One object serves any number of traces."""
+    """Values tracked in traces; see the module. One object serves any number of traces."""
 
     def __init__(self) -> None:
         self._assumed: dict[str, None] = {}
-        self._spoilt: dict[int, Any] = {}  # storages that hold what is not known any more
+        self._spoilt: dict[int, Any] = {}  # storages whose values are no longer known
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What was taken for granted, in sentences."""
+        """The assumptions that were made, as sentences."""
         return tuple(self._assumed)
 
     def run(self, run: _Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `func` returns on fake tensors, on which `run` runs it, with its numbers if they are
-        known. Raises what `run` raises."""
+        """Run `func` on fake tensors by calling `run`, and attach the values of the result if they
+        are known. Raises whatever `run` raises."""
         if torch.Tag.dynamic_output_shape in func.tags:
             made = self._of_any_size(run, func, args, kwargs)
             if made is not None:
@@ -103,7 +105,7 @@ class Values:
         return result
 
     def of(self, tensor: Any) -> Tensor | None:
-        """The numbers in `tensor`, in host memory, or None if they are not known."""
+        """Return the values of `tensor` in host memory, or None if they are not known."""
         if type(tensor) is not FakeTensor:
             return tensor if isinstance(tensor, Tensor) and not tensor.is_floating_point() else None
         value = tensor.__dict__.get(_NAME)
@@ -111,16 +113,16 @@ class Values:
             return tensor.constant
         return None if value.untyped_storage()._cdata in self._spoilt else value
 
-    # --------------------------------------------------------------------------------- what is known
+    # ---------------------------------------------------------------------------------- known values
 
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Compute the numbers of `result`, if those of all arguments are known."""
+        """Compute the values of `result` if those of all arguments are known."""
         given = list(_tensors((args, kwargs)))
         made = list(_tensors(result))
         is_known = bool(made) and all(self.of(tensor) is not None for tensor in given)
-        if not given:  # made of nothing: only what may decide on shapes
+        if not given:  # a factory function: only values that shapes may depend on
             is_known = is_known and not any(t.is_floating_point() or t.is_complex() for t in made)
-        if func is _aten.new_empty.default:  # as batches are: whatever lay there decides nothing
+        if func is _aten.new_empty.default:  # creates batches: uninitialized values affect no shape
             is_known = False
         if torch.Tag.nondeterministic_seeded in func.tags or sum(t.numel() for t in made) > _MOST:
             is_known = False
@@ -132,8 +134,8 @@ class Values:
             tensor.__dict__[_NAME] = value
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """`func` on the numbers themselves; None if that fails, as it may where a choice was taken for
-        granted that the model could not make."""
+        """Run `func` on the values themselves. Returns None if that fails, which can happen after
+        an assumed choice that the model could not make."""
         kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
         if "device" in kwargs:
             kwargs["device"] = _CPU
@@ -153,7 +155,7 @@ class Values:
         return _CPU if isinstance(value, torch.device) else value
 
     def _forget(self, func: Any, args: tuple[Any, ...]) -> None:
-        """What is written over by what nobody knows is not known any more, nor are views of it."""
+        """Mark tensors that are overwritten with unknown values, and their views, as unknown."""
         if not func._schema.is_mutable:
             return
         for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -164,10 +166,10 @@ class Values:
                         storage = known.untyped_storage()
                         self._spoilt[storage._cdata] = storage
 
-    # ------------------------------------------------------------------------ what is taken for granted
+    # ----------------------------------------------------------------------------------- assumptions
 
     def _choose(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Say that each of the choices was made equally often, and never twice in a row."""
+        """Assume that each choice is made equally often, and never twice in the same row."""
         find_dim, place = _CHOICES[func]
         chosen = result if place is None else result[place]
         dim, number = find_dim(args, kwargs), args[0].numel()
@@ -180,11 +182,11 @@ class Values:
             " choice to be made equally often."
         ] = None
         with _NoModes():
-            if dim is None or chosen.dim() < args[0].dim():  # one of each row
+            if dim is None or chosen.dim() < args[0].dim():  # one choice per row
                 value = torch.arange(chosen.numel()).remainder(number).view(chosen.shape)
             else:
                 last = chosen.movedim(dim, -1).shape
-                # A full order begins elsewhere in each row; what is chosen of it goes on in the next.
+                # A full order starts elsewhere in each row; a partial one continues in the next.
                 rows, per_row = chosen.numel() // max(1, last[-1]), last[-1]
                 step = 1 if per_row == number else per_row
                 starts = torch.arange(rows).mul(step).unsqueeze(1)
@@ -194,7 +196,8 @@ class Values:
         chosen.__dict__[_NAME] = value
 
     def _of_any_size(self, run: _Run, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of a function whose size is data, or None if nothing is known of it."""
+        """Return the result of a function whose output size depends on data, or None if nothing is
+        known about it."""
         given = list(_tensors((args, kwargs)))
         if given and all(self.of(tensor) is not None for tensor in given):
             found = self._computed(func, args, kwargs)
@@ -232,7 +235,7 @@ class Values:
         ] = None
 
     def _positions(self, run: _Run, indices: Iterable[Any]) -> list[Any]:
-        """`indices` with the positions that masks among them pick, in their place."""
+        """Return `indices` with each mask replaced by the positions that it selects."""
         found: list[Any] = []
         for index in indices:
             if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
@@ -247,7 +250,7 @@ class Values:
 
 
 def _like(run: _Run, value: Tensor, device: torch.device) -> Any:
-    """A fake tensor of the geometry of `value`."""
+    """Return a fake tensor with the geometry of `value`."""
     options = {"dtype": value.dtype, "device": device}
     return run(_aten.empty_strided.default, (list(value.shape), list(value.stride())), options)
 
@@ -257,7 +260,7 @@ def _home(tensor: Tensor) -> torch.device:
 
 
 def _tensors(value: Any) -> Iterator[Any]:
-    """The tensors in arguments or results of an operation."""
+    """Yield the tensors in the arguments or results of an operation."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):

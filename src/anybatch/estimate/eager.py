@@ -1,9 +1,10 @@
-"""Around planning: compiled code runs as it is written, and full garbage collections wait.
+"""Context managers for planning: compiled code runs eagerly, and full garbage collections are
+suspended.
 
-The compiler would else compile what traces, with warnings for each limit that this meets. Nor does
-torch's anomaly mode look for NaN among tensors that hold no numbers: it would find some. And traces
-make hundreds of thousands of small objects that stay, of which full collections would look at each
-again: a tenth of the time of planning. Young garbage is collected as ever.
+Otherwise the compiler would compile the traces, with warnings for each limit that it reaches.
+Anomaly mode is off, since it would find NaN in tensors that hold no values. Traces create hundreds
+of thousands of small objects that stay alive, and each full collection would visit them again,
+which takes a tenth of the planning time. Young objects are collected as usual.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import torch
 
 @contextmanager
 def eagerly() -> Iterator[None]:
-    """Nothing is compiled inside, nothing that was compiled runs, and gradients are not looked at."""
+    """Context manager without compilation, in which compiled functions run eagerly and gradients
+    are not checked for NaN."""
     with warnings.catch_warnings():
-        # Of the hooks by which a trace knows whose an operation is.
+        # Caused by the hooks by which a trace attributes operations to modules.
         warnings.filterwarnings(
             "ignore", r"Using `torch\.compile\(module\)` when there are global hooks"
         )
@@ -38,7 +40,7 @@ _before = 0
 
 @contextmanager
 def few_collections() -> Iterator[None]:
-    """No full collection comes by itself inside, in whatever thread."""
+    """Context manager that suspends automatic full garbage collections in all threads."""
     global _num_inside, _before
     with _lock:
         if not _num_inside:

@@ -1,21 +1,22 @@
-"""`model.half()`, `model.to(...)` and the like, for modules on fake tensors.
+"""Support for modules on fake tensors: conversion, initialization, fused layers and copies.
 
-torch converts a fake parameter by swapping it with its converted copy, and refuses to swap a tensor
-that has weak references. FakeTensorMode keeps some to the parameters that it has initialised, so every
-model function that ends in `.double()` would fail (seen with torch 2.11 and 2.13: "Couldn't swap
-Linear.weight"). Here converted parameters take the place of the old ones instead; a parameter that
-several modules share stays shared. A model function may also convert what is real (weights from a file,
-a module that it hands out each time): that becomes fake for the trace, and afterwards is as it was.
+`model.half()`, `model.to(...)` and similar: PyTorch converts a fake parameter by swapping it with
+its converted copy, and refuses to swap a tensor that has weak references. FakeTensorMode keeps weak
+references to parameters that it initialized, so every model function that ends in `.double()` would
+fail (observed with torch 2.11 and 2.13: "Couldn't swap Linear.weight"). Here converted parameters
+replace the old ones instead; a parameter shared by several modules stays shared. A model function
+may also convert real tensors (weights from a file, a module that it returns each time): these
+become fake for the trace and are restored afterwards.
 
-And `nn.init.trunc_normal_`, which draws again until all values lie between its bounds: fake ones have
-no values to look at (torch 2.13: "DataDependentOutputException").
+`nn.init.trunc_normal_` draws again until all values are within its bounds, but fake tensors have no
+values to check (torch 2.13: "DataDependentOutputException").
 
-And the fused layers of `nn.TransformerEncoder` in evaluation, which pack the samples by a mask of their
-padding into a nested tensor, of sizes that no fake mask tells (torch 2.13: "NestedTensorImpl doesn't
-support sizes"). The same arithmetic, operation by operation, stands for them.
+The fused layers of `nn.TransformerEncoder` in evaluation pack the samples into a nested tensor by
+their padding mask, with sizes that a fake mask does not provide (torch 2.13: "NestedTensorImpl
+doesn't support sizes"). They are replaced by the same arithmetic, operation by operation.
 
-And copies of modules (`nn.TransformerEncoder` makes its layers so), in which torch looks at addresses
-that fake tensors do not have, and warns of it.
+When modules are copied (`nn.TransformerEncoder` creates its layers this way), PyTorch reads
+addresses, which fake tensors do not have, and warns about it.
 """
 
 from __future__ import annotations
@@ -34,15 +35,17 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 T = TypeVar("T", bound=Tensor)
 
 Place = tuple[nn.Module, bool, str]
-"""Where a module keeps a tensor: whether as a parameter or as a buffer, and its name."""
+"""Location of a tensor in a module: the module, whether the tensor is a parameter or a buffer, and
+its name."""
 
 
 @contextmanager
 def converting_fake_modules() -> Iterator[dict[Place, Tensor]]:
-    """Within the block modules whose parameters are fake can be converted, initialised and copied.
+    """Context manager in which modules with fake parameters can be converted, initialized and
+    copied.
 
-    Yields the real tensors that were converted so far: they are put back at the end of the block, which
-    a model that has them in it must not outlive.
+    Yields the real tensors that have been converted so far. They are put back at the end of the
+    block, so a model that contained them must not be used after it.
     """
     original = nn.Module._apply
     draw = nn.init._no_grad_trunc_normal_
@@ -52,13 +55,13 @@ def converting_fake_modules() -> Iterator[dict[Place, Tensor]]:
 
     def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         nonlocal depth
-        if not _is_faking() and not _has_fake(self):  # of another thread, say
+        if not _is_faking() and not _has_fake(self):  # in another thread, for example
             return original(self, fn, recurse)
         depth += 1
         try:
             if recurse:
                 for child in self.children():
-                    child._apply(fn)  # RNNs add to it
+                    child._apply(fn)  # RNNs extend this method
             for name, param in self._parameters.items():
                 if param is not None:
                     if param not in converted:
@@ -103,11 +106,11 @@ def _put_back(real: Mapping[Place, Tensor]) -> None:
     with _disable_current_modes():
         for module in {module for module, _, _ in real}:
             if type(module)._apply is not nn.Module._apply:
-                module._apply(lambda tensor: tensor)  # RNNs list their weights once more
+                module._apply(lambda tensor: tensor)  # RNNs rebuild their list of weights
 
 
 def _is_faking() -> bool:
-    """Whether this thread computes on fake tensors."""
+    """Return whether this thread computes on fake tensors."""
     return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 
@@ -118,7 +121,7 @@ def _has_fake(module: nn.Module) -> bool:
 
 @contextmanager
 def without_addresses() -> Iterator[None]:
-    """Within the block torch does not warn of fake tensors that are asked for their address."""
+    """Context manager without PyTorch's warnings about reading the address of a fake tensor."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         yield
@@ -126,7 +129,7 @@ def without_addresses() -> Iterator[None]:
 
 @contextmanager
 def without_fused_layers() -> Iterator[None]:
-    """Within the block encoders in evaluation compute operation by operation."""
+    """Context manager in which encoders in evaluation compute operation by operation."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

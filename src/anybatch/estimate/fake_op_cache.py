@@ -1,13 +1,13 @@
 """Cache of the results of operations on fake tensors.
 
-The result of an operation on fake tensors depends on the shapes, strides and dtypes of its arguments
-alone. torch's own cache builds keys that take about as long as the operation, so `FakeOpCache` replaces
-it: a model of many equal blocks is planned in half the time (docs/log.md). An entry describes how to
-make the result again: which argument is returned, or the geometry of a new tensor, on a storage of its
-own or on that of the only argument.
+The result of an operation on fake tensors depends only on the shapes, strides and dtypes of its
+arguments. PyTorch's own cache builds keys that take about as long as the operation, so
+`FakeOpCache` replaces it: a model of many equal blocks is planned in half the time (docs/log.md).
+An entry describes how to create the result again: which argument is returned, or the geometry of a
+new tensor, with a new storage or with the storage of the only argument.
 
-Results that share a storage, arguments that are resized and tensors that carry a value are not cached.
-Shapes that depend on numbers are handled in `data_dependent_shapes`.
+Results that share a storage, arguments that are resized and tensors that carry a value are not
+cached. Shapes that depend on values are handled in `data_dependent_shapes`.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _PLAIN = frozenset(
     )
 )
 DEVICE_OF: Any = torch.ops.prim.device.default
-"""Asks a tensor for its device, and computes nothing: most of what passes by here."""
+"""Queries the device of a tensor and computes nothing. This is the most frequent operation."""
 READ: Any = torch.ops.aten._local_scalar_dense.default
-"""Reads the number in a tensor: see `FakeOpCache.number`."""
+"""Reads the value of a tensor with one element: see `FakeOpCache.number`."""
 
 _FUSED = frozenset(
     getattr(torch.ops.aten, f"_fused_{name}_") for name in ("adam", "adamw", "sgd", "adagrad")
 )
-"""Updates in place that make nothing; not all of them run on fake tensors."""
+"""In-place updates without results; not all of them run on fake tensors."""
 _RNN_MODE, _LSTM = 14, 2
-"""Where oneDNN's recurrent layers are told their kind, and which is the LSTM."""
+"""Position of the mode among the arguments of oneDNN's recurrent layers, and the mode of the LSTM."""
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -66,8 +66,8 @@ Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype, torch.device]
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """One result: argument number `given` itself, or a new tensor, on the storage of the only argument
-    if it is a `view`."""
+    """One result: the argument with index `given`, or a new tensor, which uses the storage of the
+    only argument if it is a `view`."""
 
     given: int = -1
     geometry: Geometry | None = None
@@ -76,23 +76,24 @@ class _Result:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What an operation returns: results in a container, or one without; each may be None."""
+    """Return value of an operation: several results in a container, or a single one; each may be
+    None."""
 
     results: tuple[_Result | None, ...]
     container: type | None
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode without torch's own cache, which `FakeOpCache` replaces. Real tensors are converted to
-    fake ones."""
+    """Return a mode without PyTorch's own cache, which `FakeOpCache` replaces. Real tensors are
+    converted to fake ones."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False
     return mode
 
 
 class CachedOps(TorchDispatchMode):
-    """Runs operations on tensors of `fake` by `op_cache`, without recording them. Reading a number
-    raises unless `may_read` is set: no model is to be built from numbers that are made up."""
+    """Runs operations on tensors of `fake` through `op_cache`, without recording them. Reading a
+    value raises unless `may_read` is set, so that no model is built from placeholder values."""
 
     def __init__(self, fake: FakeTensorMode, op_cache: FakeOpCache, may_read: bool = False) -> None:
         super().__init__()
@@ -110,10 +111,11 @@ class CachedOps(TorchDispatchMode):
 
 
 class FakeOpCache:
-    """See the module. One object serves any number of traces.
+    """Results of operations on fake tensors; see the module. One object serves any number of
+    traces.
 
     Attributes:
-        values: the numbers that are followed, once `follow` was asked for.
+        values: tracked values, once `follow` has been called.
     """
 
     def __init__(self) -> None:
@@ -123,8 +125,8 @@ class FakeOpCache:
         self._states: dict[tuple[int, torch.device], dict[str, Any]] = {}
 
     def run(self, fake: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """What `func` returns on tensors of `fake`, which is the mode that runs it. Raises whatever it
-        raises."""
+        """Return the result of `func` on tensors of `fake`, which is the mode that runs it. Raises
+        whatever `func` raises."""
         if func is DEVICE_OF and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if self.values is not None and type(func) is OpOverload:
@@ -132,13 +134,13 @@ class FakeOpCache:
         return self._run(fake, func, args, kwargs or {})
 
     def follow(self) -> None:
-        """Follow numbers from now on."""
+        """Track values from now on."""
         self.values = Values()
 
     def number(self, tensor: Tensor) -> Any:
-        """What whoever reads the number in `tensor` is told: the number if it is known, else 1.
+        """Return the value read from `tensor`: the actual value if it is known, otherwise 1.
 
-        Raises `NotFollowed` where it may be known if numbers are followed.
+        Raises `NotFollowed` if the value may be known once values are tracked.
         """
         if self.values is not None and (known := self.values.of(tensor)) is not None:
             with _NoModes():
@@ -151,7 +153,7 @@ class FakeOpCache:
 
     def _run(self, fake: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         given: list[FakeTensor] = []
-        with _NoFunctions():  # what is asked of tensors here concerns no mode around
+        with _NoFunctions():  # queries of tensors here must not reach the surrounding modes
             asked = _key(func, args, kwargs, given)
             answer = self._known.get(asked)
             if answer is not None:
@@ -185,7 +187,8 @@ class FakeOpCache:
     def _tensor(
         self, fake: FakeTensorMode, one: _Result, given: Sequence[FakeTensor]
     ) -> FakeTensor:
-        """A new fake tensor, made as its class makes one, whose way takes four times as long."""
+        """Return a new fake tensor, built without the constructor of its class, which takes four
+        times as long."""
         assert one.geometry is not None
         shape, strides, offset, dtype, device = one.geometry
         with _NoModes():
@@ -195,7 +198,7 @@ class FakeOpCache:
             state = self._states.get((id(fake), device))
             if state is None:
                 made = FakeTensor(fake, elem, device)
-                self._states[id(fake), device] = dict(made.__dict__)  # holds `fake`, and so its id
+                self._states[id(fake), device] = dict(made.__dict__)  # keeps `fake` and so its id
                 return made
             made: Any = Tensor._make_subclass(
                 FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device
@@ -206,8 +209,8 @@ class FakeOpCache:
 
 
 def _quietly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `func` returns. torch logs the traceback of what a kernel refuses, which is raised as well,
-    and told in a sentence."""
+    """Run `func` with PyTorch's log disabled: it logs the traceback of an error in a kernel, which
+    is also raised, and reported in a sentence."""
     before, _LOG.disabled = _LOG.disabled, True
     try:
         return func(*args, **kwargs)
@@ -216,10 +219,11 @@ def _quietly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: Any, given: list[FakeTensor]) -> Any:
-    """All that the result depends on, or None if that is not plain. Tensors are added to `given`."""
+    """Return everything that the result depends on, or None if it is not plain. Tensors are added
+    to `given`."""
     if type(func) is not OpOverload:
         return None
-    # By its number, as torch keeps operations for good, and takes long to hash them.
+    # Identified by id, since PyTorch never frees operations, and hashing them takes long.
     key: list[Any] = [id(func), torch.get_default_dtype()]
     if not _read(args, key, given) or (kwargs and not _read(_flat(kwargs), key, given)):
         return None
@@ -233,7 +237,7 @@ def _flat(kwargs: dict[str, Any]) -> list[Any]:
 
 
 def _read(values: Iterable[Any], key: list[Any], given: list[FakeTensor]) -> bool:
-    """Add `values` to `key`, and their tensors to `given`; False if they are not plain enough."""
+    """Append `values` to `key` and their tensors to `given`. Returns False if a value is not plain."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
@@ -266,7 +270,7 @@ def _geometry(tensor: FakeTensor) -> Geometry:
 
 
 def _answer(result: Any, given: Sequence[FakeTensor], before: list[Geometry]) -> _Answer | None:
-    """How to make `result` again, or None if that is not plain."""
+    """Return how to create `result` again, or None if it is not plain."""
     if before != [_geometry(tensor) for tensor in given]:
         return None
     if result is None or type(result) is FakeTensor:
@@ -306,7 +310,7 @@ def _plain(
 
 
 def _lstm_backward(*args: Any) -> _Answer | None:
-    """The gradients of the inputs, of both weights and biases, and of both states."""
+    """Gradients of the inputs, of both weights and biases, and of both states."""
     if args[_RNN_MODE] != _LSTM:
         return None
     inputs, recurrent, hidden, bias, _, *states = args[:7]
@@ -315,21 +319,21 @@ def _lstm_backward(*args: Any) -> _Answer | None:
 
 
 def _new(shape: Sequence[int], like: FakeTensor, dtype: torch.dtype = torch.float32) -> _Result:
-    """A contiguous tensor on the device of `like`."""
+    """Return a contiguous tensor on the device of `like`."""
     return _Result(-1, (torch.Size(shape), _contiguous(shape), 0, dtype, like.fake_device))
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides that torch gives a new tensor."""
+    """Return the strides of a new contiguous tensor."""
     return tuple(accumulate(reversed((*shape[1:], 1)), mul))[::-1]
 
 
 def _grouped_product(
     left: FakeTensor, right: FakeTensor, offsets: FakeTensor | None = None, *_rest: Any
 ) -> _Answer | None:
-    """Products of groups of rows, each with a matrix of its own, or the sums of their outer products.
-    Rows begin at multiples of 16 bytes. On fake tensors torch refuses all but bfloat16, and knows
-    nothing of that (torch 2.13)."""
+    """Products of groups of rows with one matrix per group, or sums of the outer products of each
+    group. Rows begin at multiples of 16 bytes. On fake tensors PyTorch accepts only bfloat16, and
+    does not align rows (torch 2.13)."""
     if left.dtype != right.dtype:
         return None
     if left.dim() == right.dim() == 2:
@@ -352,12 +356,13 @@ _RULES: dict[Any, Callable[..., _Answer | None]] = {
     torch.ops.aten._grouped_mm.default: _grouped_product,
     torch.ops.aten.mkldnn_rnn_layer_backward.default: _lstm_backward,
 }
-"""Grouped products, which torch refuses on fake tensors of some dtypes; and the LSTM, whose biases
-share one gradient on fake tensors, but not in a run."""
+"""Grouped products, which PyTorch rejects on fake tensors of some dtypes, and the LSTM's backward,
+in which the biases share one gradient on fake tensors, but not on real ones."""
 
 
 def _spanned(tensor: Tensor) -> int:
-    """Bytes of the storage that a new tensor of this geometry gets; -1: not at its beginning."""
+    """Return the storage size in bytes of a new tensor with this geometry, or -1 if the tensor does
+    not begin at the start of its storage."""
     if tensor.storage_offset():
         return -1
     if not tensor.numel():

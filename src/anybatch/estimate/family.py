@@ -1,11 +1,12 @@
-"""Family: the traces of one task under one choice, at every micro-batch, from a few of them.
+"""Family: traces of one task under one choice at any micro-batch, computed from a few real traces.
 
-A planner asks for many micro-batches, and a trace takes seconds. The operations are the same at each
-of them, and nearly every tensor grows in a straight line with the number of samples. So the first
-traces are made for real. Once one of them is what the two before it foretell, block for block, the
-others follow by arithmetic, and are replayed through the allocator like a trace. Where that never
-happens (a loss that compares all pairs of samples, a model that branches on the size of its batch),
-every size is traced; a single sample always is, since its dim of one spares copies that others need.
+A planner requests many micro-batches, and a trace takes seconds. The operations are the same for
+each of them, and the size of nearly every tensor is linear in the number of samples. So the first
+traces are real. Once a trace equals the prediction from the two before it, block for block, the
+others are computed by arithmetic, and are replayed through the allocator like a trace. If that
+never happens (a loss that compares all pairs of samples, a model that branches on the batch size),
+every size is traced. A single sample is always traced, since its dim of size one avoids copies that
+other sizes need.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _ROUNDING_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A module of the model: its class, and the numbers in parameters that are first met in it."""
+    """A module of the model: its class, and the number of elements in parameters that first occur
+    in it."""
 
     type_name: str
     num_parameters: int
@@ -28,17 +30,19 @@ class Part:
 
 @dataclass(frozen=True)
 class Traced:
-    """A step as it was traced, after an update that makes the optimizer's state.
+    """A traced step, after an update that creates the optimizer state.
 
     Attributes:
-        timeline: all of it.
-        commit_bytes: what the first update and a later one add at their peaks.
-        begin, end: the moments at which the step begins, and at which its update is done.
-        first: the last moment before its micro-batches, if it encodes samples before the first.
-        num_micro_batches: of the step as traced.
-        modules: of the model, by name, in order of definition.
-        bucketed: bytes of gradients in buckets, by the module whose they are.
-        shapes, calls: see `Tracer`; of a step that followed by arithmetic, `shapes` is that of another.
+        timeline: timeline of the whole trace.
+        commit_bytes: bytes that the first update and a later update add at their peaks.
+        begin, end: moments at which the step begins, and at which its update is done.
+        first: last moment before the micro-batches of the step, if samples are encoded before the
+            first.
+        num_micro_batches: number of micro-batches in the traced step.
+        modules: modules of the model by name, in order of definition.
+        bucketed: bytes of gradients in buckets, by the module that owns them.
+        shapes, calls: see `Tracer`. In a step computed by arithmetic, `shapes` comes from another
+            step.
     """
 
     timeline: Timeline
@@ -54,7 +58,7 @@ class Traced:
 
 
 class Family:
-    """See the module. Members are asked for by their number of samples."""
+    """Traces by number of samples; see the module."""
 
     def __init__(self, trace: Callable[[int], Traced]) -> None:
         self._trace = trace
@@ -63,11 +67,11 @@ class Family:
 
     @property
     def num_traces(self) -> int:
-        """How many members were traced for real."""
+        """Number of real traces."""
         return len(self._traced)
 
     def at(self, num_samples: int) -> Traced:
-        """The member of so many samples. Raises whatever tracing raises."""
+        """Return the trace for `num_samples` samples. Raises whatever tracing raises."""
         known = self._traced.get(num_samples)
         if known is not None:
             return known
@@ -114,7 +118,7 @@ def _told(block: Block) -> tuple[str, str, int]:
 
 
 def _are_alike(one: Timeline, other: Timeline) -> bool:
-    """Whether the same operations made blocks of the same lives."""
+    """Return whether both have the same operations, and blocks with the same lifetimes."""
     return (
         len(one.blocks) == len(other.blocks)
         and _names(one.operations) == _names(other.operations)

@@ -1,7 +1,7 @@
-"""Footprint: the bytes of a task under one choice, from a trace of its real step.
+"""Footprint: the memory of a task under one choice, from a trace of its real step.
 
-What is traced is what is run: the same `Replica`, through an update that makes the optimizer's state, a
-step that accumulates, and an evaluation.
+The trace runs the same code as training: the same `Replica`, through an update that creates the
+optimizer state, a step that accumulates gradients, and an evaluation.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from anybatch.plans import Choice
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one choice costs.
+    """Memory required under one choice.
 
     Attributes:
-        peak: most that training adds to the device.
-        commit_bytes: most that the update adds to what is there before it: in the first step, which
-            makes the optimizer's state, and in later ones.
-        method: how the bytes were found, in words.
+        peak: maximum memory that training adds to the device.
+        commit_bytes: maximum memory that the update adds to what is allocated before it: in the
+            first step, which creates the optimizer state, and in later steps.
+        method: description of how the bytes were determined.
     """
 
     peak: Peak
@@ -34,7 +34,7 @@ class Footprint:
 
 
 def footprint(subject: Subject, choice: Choice, device: Device) -> Footprint:
-    """Trace `subject` under `choice` on `device`, which need not be here.
+    """Trace `subject` under `choice` on `device`, which need not be present.
 
     Raises whatever the model or loss raises on fake tensors.
     """
@@ -47,7 +47,8 @@ def footprint(subject: Subject, choice: Choice, device: Device) -> Footprint:
 
 
 def traced_step(subject: Subject, choice: Choice, device: Device) -> Traced:
-    """A step of training under `choice`, traced, or read off other traces. Raises as `footprint`."""
+    """Return a training step under `choice`, traced or computed from other traces. Raises as
+    `footprint` does."""
     key = "training", num_traced(subject, choice), _others(choice), device
     family = subject.families.get(key)
     if family is None:
@@ -60,7 +61,8 @@ def traced_step(subject: Subject, choice: Choice, device: Device) -> Traced:
 
 
 def beside_training(subject: Subject, choice: Choice, device: Device) -> dict[str, int]:
-    """Bytes by kind that are there while it trains, in addition to the tensors of a trace."""
+    """Return the bytes, by kind, that are held during training in addition to the tensors of a
+    trace."""
     if device.kind != "cpu":
         return _beside_on_device(subject, device)
     waiting = 0
@@ -75,13 +77,13 @@ def _beside_on_device(subject: Subject, device: Device) -> dict[str, int]:
 
 
 def _others(choice: Choice) -> Choice:
-    """The knobs beside the sizes of batches."""
+    """Return `choice` without its batch sizes."""
     return choice.model_copy(update={"micro_batch": 1, "evaluation_batch": 1})
 
 
 def evaluation_peak(subject: Subject, choice: Choice, device: Device) -> Peak:
-    """Most bytes that evaluating under `choice` adds to the device, the state of training included.
-    Raises as `footprint` does."""
+    """Return the peak of the memory that evaluation under `choice` adds to the device, including
+    the training state. Raises as `footprint` does."""
     key = "evaluation", 0, _others(choice), device
     family = subject.families.get(key)
     if family is None:

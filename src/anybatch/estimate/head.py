@@ -1,7 +1,7 @@
-"""Head: the layer that makes the logits of a task, if its loss can be computed in chunks.
+"""Head: the layer that computes the logits of a task, if its loss can be computed in chunks.
 
 Cross-entropy over a vocabulary holds three tensors of the size of the logits in backward. In chunks
-(`compute.chunked_loss`) it holds none. What that frees shows in a trace.
+(`compute.chunked_loss`) it holds none. A trace shows how much memory this saves.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Head:
     """A layer whose product becomes the logits of a cross-entropy.
 
     Attributes:
-        name: of the module.
-        words, width: of its weight, `[words, width]`.
-        tokens: of a sample.
-        dtype: of the product.
-        num_computed: how often the logits are computed whole all the same in a pass in chunks, for
-            something else than the cross-entropy.
+        name: name of the module.
+        words, width: shape of its weight, `[words, width]`.
+        tokens: number of tokens per sample.
+        dtype: dtype of the product.
+        num_computed: number of times that a pass in chunks still computes all logits at once, for
+            other uses than the cross-entropy.
     """
 
     name: str
@@ -50,18 +50,19 @@ class Head:
     num_computed: int = 0
 
     def num_logits(self, num_samples: int) -> float:
-        """Of so many samples."""
+        """Return the number of logits of `num_samples` samples."""
         return self.tokens * num_samples * self.words
 
     def is_left_out(self, num_samples: int) -> bool:
-        """Whether the logits of so many samples are enough to be left out."""
+        """Return whether `num_samples` samples have enough logits for these not to be materialized."""
         return self.num_logits(num_samples) > PLAIN_LOGITS
 
 
 def head_of(subject: Subject, choice: Choice, device: Device) -> Head | None:
-    """The layer that makes the logits, if the loss is a cross-entropy over those of an `nn.Linear`, can
-    be taken in chunks, and has logits enough in a whole batch for that to pay. By a trace of `choice`,
-    whose loss is as it is written, and one of a whole batch in chunks.
+    """Return the layer that computes the logits, or None. The loss must be a cross-entropy over the
+    output of an `nn.Linear` that can be computed in chunks, and a whole batch must have enough
+    logits for chunks to pay off. This is determined from a trace of `choice` with the loss as
+    written, and from one of a whole batch in chunks.
 
     Raises whatever the model or loss raises on fake tensors.
     """
@@ -73,8 +74,9 @@ def head_of(subject: Subject, choice: Choice, device: Device) -> Head | None:
 
 
 def _tried(head: Head, subject: Subject, choice: Choice, device: Device) -> Head | None:
-    """`head`, with what its logits are computed for all the same; None if the loss is none that can be
-    taken in chunks: one that is differentiated twice, say, or made by hand."""
+    """Return `head` with the number of times that all logits are still computed, or None if the
+    loss cannot be computed in chunks, for example because it is differentiated twice or implemented
+    by hand."""
     changes = {"chunked_head": head.name, "micro_batch": subject.whole}
     tried = choice.model_copy(update=changes)
     try:
@@ -84,12 +86,12 @@ def _tried(head: Head, subject: Subject, choice: Choice, device: Device) -> Head
         return None
     left = logits_of(traced)
     if left is not None and left[1] >= head.num_logits(subject.whole):
-        return None  # the softmax of all of them is there as before
+        return None  # the softmax of all logits is still computed
     return replace(head, num_computed=len(noted) // num_traced(subject, tried))
 
 
 def _found(subject: Subject, choice: Choice, device: Device) -> Head | None:
-    """As `head_of`, without a trace in chunks."""
+    """Like `head_of`, without the trace in chunks."""
     traced = traced_step(subject, choice, device)
     found = logits_of(traced)
     if found is None:
@@ -113,8 +115,8 @@ def _found(subject: Subject, choice: Choice, device: Device) -> Head | None:
 
 
 def logits_of(traced: Traced) -> tuple[str, int] | None:
-    """The module whose product makes the logits of the largest cross-entropy of a step, and how many
-    they are."""
+    """Return the module that computes the logits of the largest cross-entropy of a step, and the
+    number of logits, or None."""
     operations = traced.timeline.operations
     sizes = {
         block.born: block.num_bytes // block.item_bytes

@@ -1,9 +1,10 @@
-"""Memory that kernels take beyond their arguments and results, which a trace does not see.
+"""Memory that kernels take in addition to their arguments and results, which a trace does not see.
 
-On a CPU only what follows from the semantics of torch's operators is counted; what oneDNN and MKL keep
-is not, since a plan for a CPU that is here is rehearsed. On CUDA the scratch that grows with the batch
-is counted, by torch's source and as its caching allocator tells of single operations
-(`benchmarks/allocator/README.md`). Workspaces of cuDNN are not.
+On a CPU only memory that follows from the semantics of PyTorch's operators is counted. Memory kept
+by oneDNN and MKL is not, since a plan for a CPU that is present is rehearsed. On CUDA the scratch
+memory that grows with the batch is counted, based on PyTorch's source and on what its caching
+allocator reports for single operations (`benchmarks/allocator/README.md`). Workspaces of cuDNN are
+not counted.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from anybatch.machine import cpu_computes_in
 _aten: Any = torch.ops.aten
 _LSTM = _aten.mkldnn_rnn_layer.default
 _CONVOLUTION_BACKWARD = _aten.convolution_backward.default
-_CONTIGUOUS = {  # operation -> which of its arguments it reads as contiguous
+_CONTIGUOUS = {  # operation -> indices of the arguments that it reads as contiguous
     _aten.native_layer_norm.default: (0,),
     _aten.native_layer_norm_backward.default: (0, 1),
     _aten.native_group_norm.default: (0,),
@@ -40,24 +41,24 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Kernels(ABC):
-    """Memory of the kernels of one kind of device."""
+    """Memory taken by the kernels of one kind of device."""
 
     @abstractmethod
     def scratch(self, op: Any, args: tuple[Any, ...], result: Any) -> int:
-        """Bytes that `op` takes and gives back while it runs."""
+        """Return the bytes that `op` allocates and frees while it runs."""
 
     def copies(self, op: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
-        """Bytes of each copy of an argument that `op` makes before its result and frees after it, in
-        addition to its scratch."""
+        """Return the bytes of each copy of an argument that `op` makes before its result and frees
+        after it, in addition to its scratch memory."""
         return ()
 
     def workspace(self, op: Any, args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
-        """A result whose shape does not tell its bytes, and those bytes."""
+        """Return a result whose size does not follow from its shape, and its bytes, or None."""
         return None
 
 
 class CpuKernels(Kernels):
-    """Copies that torch's own operators make on a CPU, by their semantics."""
+    """Copies that PyTorch's own operators make on a CPU, derived from their semantics."""
 
     def scratch(self, op: Any, args: tuple[Any, ...], result: Any) -> int:
         """See `Kernels`."""
@@ -68,7 +69,7 @@ class CpuKernels(Kernels):
         return 0
 
     def workspace(self, op: Any, args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
-        """See `Kernels`: an LSTM saves four gates and a cell of each step for backward."""
+        """See `Kernels`: an LSTM saves four gates and a cell per step for backward."""
         if op is not _LSTM:
             return None
         inputs, recurrent = args[0], args[2]
@@ -84,7 +85,8 @@ class CpuKernels(Kernels):
 
 
 def _promoted_bytes(args: tuple[Any, ...], result: Tensor) -> int:
-    """Copies of the operands that do not have the common dtype; scalars are converted on the way."""
+    """Return the bytes of the copies of operands that do not have the common dtype. Scalars are
+    converted on the fly."""
     operands = [a for a in args if isinstance(a, Tensor) and a.dim() and a.dtype != torch.bool]
     common = result.dtype
     for operand in operands:
@@ -92,7 +94,7 @@ def _promoted_bytes(args: tuple[Any, ...], result: Tensor) -> int:
     return sum(a.numel() * common.itemsize for a in operands if a.dtype != common)
 
 
-@functools.cache  # while a step is traced, torch's takes 0.3 ms: it goes through the tracer
+@functools.cache  # during a trace, torch's takes 0.3 ms, since it goes through the tracer
 def _common(one: torch.dtype, other: torch.dtype) -> torch.dtype:
     return torch.promote_types(one, other)
 
@@ -102,10 +104,10 @@ def _bytes(tensor: Tensor) -> int:
 
 
 class CudaKernels(Kernels):
-    """torch's own kernels on CUDA, and its copies for those of libraries.
+    """PyTorch's own kernels on CUDA, and the copies that it makes for kernels of libraries.
 
     Args:
-        threads: that the device runs at once, see `reductions.resident_threads`.
+        threads: number of threads that the device runs at once, see `reductions.resident_threads`.
     """
 
     def __init__(self, threads: int = MOST_RESIDENT) -> None:
@@ -121,19 +123,20 @@ class CudaKernels(Kernels):
         return reduction_bytes(op, args, self._threads)
 
     def copies(self, op: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
-        """See `Kernels`: of what is not laid out as the operation reads it."""
+        """See `Kernels`: copies of arguments that do not have the layout that the operation reads."""
         read = _READ.get(op)
         return () if read is None else tuple(filter(None, map(_copied, read(args))))
 
     def workspace(self, op: Any, args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
-        """See `Kernels`. Where a layer of oneDNN's LSTM stands for one of cuDNN's: gates, cells and
-        outputs, the least that its backward needs."""
+        """See `Kernels`. Where oneDNN's LSTM layer stands in for cuDNN's: gates, cells and outputs,
+        the minimum that its backward needs."""
         return (result[3], 6 * result[0].nbytes) if op is _LSTM else None
 
 
 def _embedding_backward(gradient: Tensor, indices: Tensor, num_words: int, *_: Any) -> int:
-    """Indices are sorted, and runs of equal ones are summed in parts of 10 rows
-    (`cuda/EmbeddingBackwardKernel.cu`). How many runs there are is data; torch reserves the most."""
+    """Scratch memory of an embedding's backward: indices are sorted, and runs of equal indices are
+    summed in parts of 10 rows (`cuda/EmbeddingBackwardKernel.cu`). The number of runs depends on
+    data; PyTorch reserves the maximum."""
     num = indices.numel()
     words = min(num, num_words)
     parts = num // 10 + words
@@ -141,8 +144,9 @@ def _embedding_backward(gradient: Tensor, indices: Tensor, num_words: int, *_: A
 
 
 def _flash_backward(_gradient: Tensor, query: Tensor, key: Tensor, *_: Any) -> int:
-    """Sums over rows, and the gradient of the queries in float32, both with lengths in steps of 128
-    (`mha_bwd` in `transformers/cuda/flash_attn/flash_api.cpp`)."""
+    """Scratch memory of flash attention's backward: sums over rows, and the gradient of the queries
+    in float32, both with lengths rounded up to 128 (`mha_bwd` in
+    `transformers/cuda/flash_attn/flash_api.cpp`)."""
     batch, heads, length, width = query.shape
     rows = batch * heads * _up(length, 128)
     sums = 4 * rows * (1 + _up(width, 32 if width <= 128 else 64))
@@ -151,8 +155,9 @@ def _flash_backward(_gradient: Tensor, query: Tensor, key: Tensor, *_: Any) -> i
 
 
 def _efficient_backward(_gradient: Tensor, query: Tensor, *_: Any) -> int:
-    """Result times gradient, summed over rows, and then the gradient of the queries, piece by piece in
-    float32 with a lock for each (`transformers/cuda/attention_backward.cu`, `kernel_backward.h`)."""
+    """Scratch memory of memory-efficient attention's backward: result times gradient, summed over
+    rows, then the gradient of the queries, in float32 tiles with a lock for each
+    (`transformers/cuda/attention_backward.cu`, `kernel_backward.h`)."""
     batch, heads, length, width = query.shape
     is_half = query.dtype in _HALF
     rows, columns = 128 if is_half else 64, 64 if width <= 64 and not is_half else 128
@@ -164,23 +169,25 @@ def _efficient_backward(_gradient: Tensor, query: Tensor, *_: Any) -> int:
 
 
 def _stand_in_backward(*args: Any) -> int:
-    """Of the CPU's kernel, where it stands for one of the two: see `cuda`."""
+    """Scratch memory of the CPU kernel's backward where it stands in for one of the two: see
+    `cuda`."""
     return _flash_backward(*args) if _stands_for_flash(args) else _efficient_backward(*args)
 
 
 def _stands_for_flash(args: tuple[Any, ...]) -> bool:
-    """Whether it does; in half precision under a mask it does not, but a trace does not tell."""
+    """Return whether the CPU kernel stands in for flash attention. In half precision with a mask it
+    does not, but a trace does not show this."""
     return args[1].dtype in _HALF
 
 
 def _softmax_backward(gradient: Tensor, *_: Any) -> int:
-    return gradient.nbytes  # times the result, a tensor of its own
+    return gradient.nbytes  # gradient times result is a separate tensor
 
 
 def _index_put(
     _tensor: Tensor, indices: Any, _values: Any, accumulate: bool = False, *_: Any
 ) -> int:
-    """Where numbers are added, the places are sorted first."""
+    """Scratch memory of `index_put`: to accumulate values, it first sorts the indices."""
     known = [index for index in indices if index is not None]
     return 4 * 8 * max((index.numel() for index in known), default=0) if accumulate else 0
 
@@ -229,7 +236,7 @@ _RULES: dict[Any, Callable[..., int]] = {
 
 
 def _copied(tensor: Tensor) -> int:
-    """A copy of what a kernel reads as contiguous."""
+    """Return the bytes of the copy of an argument that a kernel reads as contiguous."""
     return 0 if tensor.is_contiguous() else _bytes(tensor)
 
 
@@ -238,5 +245,5 @@ def _up(number: int, step: int) -> int:
 
 
 def _rounded(num_bytes: int) -> int:
-    """As the allocator rounds it."""
+    """Round as the allocator does."""
     return _up(num_bytes, 512)

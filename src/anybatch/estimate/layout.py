@@ -1,7 +1,7 @@
-"""Layout: whether the convolutions of a task run on images whose channels lie last.
+"""Layout: whether the convolutions of a task run in channels-last layout.
 
-On CUDA they do wherever the model can be run so (`planner.kernel_rule`), and then each image that lies
-otherwise is copied and the copy is saved for backward: a trace has to run as the run will.
+On CUDA they do if the model supports it (`planner.kernel_rule`). Each image in another layout is
+then copied, and the copy is saved for backward, so a trace must use the layout of the run.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from anybatch.plans import KernelChoices
 
 
 class Convolutions(NamedTuple):
-    """What a model has of them.
+    """Convolutions of a model.
 
     Attributes:
-        number: of layers with two-dimensional kernels.
-        refused: why the model cannot be run in channels-last layout; empty if it can.
+        number: number of layers with two-dimensional kernels.
+        refused: why the model cannot run in channels-last layout; empty if it can.
     """
 
     number: int
@@ -33,20 +33,20 @@ class Convolutions(NamedTuple):
 
     @property
     def can_turn(self) -> bool:
-        """Whether there are any, and the channels of their images can lie last."""
+        """Whether the model has convolutions and can run them in channels-last layout."""
         return bool(self.number) and not self.refused
 
 
 def layout_on(device: Device, subject: Subject) -> KernelChoices:
-    """The layout in which the convolutions of `subject` run on `device`."""
+    """Return the layout in which the convolutions of `subject` run on `device`."""
     if device.kind == "cpu":
         return KernelChoices()
     return KernelChoices(channels_last=convolutions_of(subject).can_turn)
 
 
 def convolutions_of(subject: Subject) -> Convolutions:
-    """Those of its model. Whether it can be run in another layout is tried on fake tensors: a `view`
-    that joins channels and pixels cannot."""
+    """Return the convolutions of the model. Whether it can run in another layout is tested on fake
+    tensors: a `view` that joins channels and pixels cannot."""
     if not subject.convolutions:
         subject.convolutions.append(_found(subject))
     found: Convolutions = subject.convolutions[0]
@@ -58,7 +58,7 @@ def _found(subject: Subject) -> Convolutions:
     with fake, CachedOps(fake, subject.op_cache):
         try:
             model: nn.Module = subject.build_model()
-        except Exception:  # then nothing can be traced either, and the plan says so
+        except Exception:  # tracing fails as well, and the plan reports it
             return Convolutions(0, "")
     number = sum(isinstance(module, CONVOLUTIONS) for module in model.modules())
     if not number:
@@ -69,12 +69,12 @@ def _found(subject: Subject) -> Convolutions:
     finally:
         undo()
     if refused and _refusal(subject, model, fake):
-        refused = ""  # it is not the layout that it fails for
+        refused = ""  # the layout is not the cause of the failure
     return Convolutions(number, refused)
 
 
 def _refusal(subject: Subject, model: nn.Module, fake: FakeTensorMode) -> str:
-    """Why `model` cannot be run on tensors of `fake`; empty if it can."""
+    """Return why `model` cannot run on tensors of `fake`; empty if it can."""
 
     def run() -> None:
         with fake, CachedOps(fake, subject.op_cache, may_read=True):

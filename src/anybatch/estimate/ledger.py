@@ -1,7 +1,8 @@
-"""Ledger: where each byte of a step goes, by layer, by kind, and over time.
+"""Ledger: the memory of a step, by layer, by kind, and over time.
 
-`footprint` answers how much; a ledger answers what it is, and whose. It is plain data, made from the
-same trace: a table can be printed from it, a curve drawn, and `to_dict` gives JSON.
+`footprint` computes how much memory a step takes; a ledger shows what it consists of, and which
+layer it belongs to. It is plain data from the same trace: it can be printed as a table, plotted as
+a curve, and converted for JSON by `to_dict`.
 """
 
 from __future__ import annotations
@@ -45,23 +46,24 @@ _OF_NO_LAYER = {LOSS: "the loss", "gradients": "all layers, in buckets", "tempor
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
-    """One module that has parameters, buffers or activations of its own: those of its children are not
-    in it, so that a column adds up to the whole model.
+    """Memory of one module with parameters, buffers or activations of its own. Children are not
+    included, so a column adds up to the whole model.
 
     Attributes:
-        name: as `named_modules` has it; `"."` is the model itself.
+        name: name in `named_modules`; `"."` is the model itself.
         type_name: the module's class.
-        depth: modules around it; 0 for the model itself.
-        output_shape: of the first tensor that its last forward returned, the micro-batch included;
-            None if it returned none, or was not run.
-        num_calls: times that forward ran it in one micro-batch, runs of recompute not counted.
-        num_parameters: numbers, a tensor shared by several modules counted with the first.
-        parameter_bytes, buffer_bytes: what holds them, float32 copies of half-precision weights
-            included.
-        gradient_bytes: gradients at their most.
-        optimizer_bytes: state of the optimizer for its parameters.
-        activation_bytes: made by its own operations and alive when forward ends: what backward needs,
-            and the results that the loss reads.
+        depth: number of enclosing modules; 0 for the model itself.
+        output_shape: shape of the first tensor that its last forward returned, including the
+            micro-batch; None if it returned no tensor, or did not run.
+        num_calls: number of forward calls in one micro-batch, excluding recompute.
+        num_parameters: number of parameter elements. A tensor shared by several modules counts for
+            the first.
+        parameter_bytes, buffer_bytes: memory of parameters and of buffers, including float32 copies
+            of half-precision weights.
+        gradient_bytes: maximum memory of gradients.
+        optimizer_bytes: optimizer state of its parameters.
+        activation_bytes: tensors created by its own operations that are alive when forward ends:
+            those that backward needs, and the results that the loss reads.
     """
 
     name: str
@@ -78,7 +80,7 @@ class LayerBytes:
 
     @property
     def total_bytes(self) -> int:
-        """All of its bytes."""
+        """Total bytes of the module."""
         return (
             self.parameter_bytes
             + self.buffer_bytes
@@ -90,14 +92,14 @@ class LayerBytes:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Bytes of one kind that one module holds when most is in use.
+    """Bytes of one kind that one module holds at the moment when most memory is in use.
 
     Attributes:
         kind: one of `KINDS`.
-        module: whose, as `named_modules` has it, or in words (the loss, the update, the model itself);
-            `""` where it belongs to none.
-        num_bytes: in all.
-        num_blocks: tensors (storages).
+        module: name in `named_modules`, or a description (the loss, the update, the model itself);
+            `""` if the bytes belong to no module.
+        num_bytes: total bytes.
+        num_blocks: number of tensors (storages).
     """
 
     kind: str
@@ -108,15 +110,17 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One operation of the step, and what is in memory while it runs.
+    """One operation of the step, and the memory taken while it runs.
 
     Attributes:
-        number: of the operation, from 0 in the step that is shown.
-        num_bytes: taken by the process or device, the allocator's holes and constants included.
-        by_kind: bytes in use, by kind; what `num_bytes` has beyond them the allocator holds for nobody.
+        number: number of the operation, counted from 0 in the step that is shown.
+        num_bytes: bytes taken by the process or device, including the allocator's holes and
+            constants.
+        by_kind: bytes in use, by kind. The rest of `num_bytes` is held by the allocator, but
+            unused.
         phase: `"input"`, `"forward"`, `"loss"`, `"backward"` or `"update"`.
-        module: whose operation, as `Holding` has it.
-        operation: its name, as torch has it.
+        module: module of the operation, named as in `Holding`.
+        operation: name of the operation in PyTorch.
     """
 
     number: int
@@ -134,22 +138,24 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Where each byte of a step goes, on one rank.
+    """Memory of a step on one rank, with an account of each byte.
 
     Attributes:
         micro_batch: samples per forward pass.
-        layers: every module with bytes of its own, in order of definition.
-        modules: the class of every module, by name, in order of definition.
-        totals: the most bytes at any time by each account: see `estimate.peak`.
-        peak: the moment at which most is in use. More may be reserved at a later one.
-        by_kind: bytes at that moment, by kind, in the order of `KINDS`. With what the allocator holds
-            beyond them at its most, which is a kind too, they add up to `num_bytes`.
-        held: the largest holdings then, largest first: at most 400.
-        curve: the moments of one step, in order. Where a step has more than 2000 operations, each
-            stretch of it is shown by those with the most and the fewest bytes in use.
-        loss_in_chunks: the peak with the loss in chunks; None where it is so, or would not help.
-        method: how it was found, in words.
-        not_counted: what is on the device beside it, in sentences.
+        layers: modules with memory of their own, in order of definition.
+        modules: class of every module by name, in order of definition.
+        totals: maximum bytes by account: see `estimate.peak`.
+        peak: moment at which most memory is in use. More may be reserved at a later moment.
+        by_kind: bytes at that moment by kind, in the order of `KINDS`. The memory that the
+            allocator holds beyond them at its peak is also a kind, so the bytes add up to
+            `num_bytes`.
+        held: largest holdings at that moment, largest first, at most 400.
+        curve: moments of one step, in order. If a step has more than 2000 operations, each section
+            of it is represented by the moments with the most and the fewest bytes in use.
+        loss_in_chunks: peak with the loss in chunks; None if it already is, or if chunks would not
+            help.
+        method: description of how the ledger was determined.
+        not_counted: other memory on the device that is not included, in sentences.
     """
 
     micro_batch: int
@@ -166,17 +172,17 @@ class Ledger:
 
     @property
     def num_bytes(self) -> int:
-        """The predicted peak, as the budget counts it."""
+        """Predicted peak, as counted against the budget."""
         return self.totals["total"]
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all parameters."""
+        """Number of elements in all parameters."""
         return sum(layer.num_parameters for layer in self.layers)
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of all layers that are alive when forward ends."""
+        """Activation bytes of all layers that are alive when forward ends."""
         return sum(layer.activation_bytes for layer in self.layers)
 
     def __repr__(self) -> str:
@@ -186,7 +192,7 @@ class Ledger:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists, dicts and numbers, for JSON."""
+        """Return plain lists, dicts and numbers, for JSON."""
         return asdict(self)
 
 
@@ -220,7 +226,7 @@ def ledger(subject: Subject, choice: Choice, device: Device) -> Ledger:
 
 
 def _in_chunks(subject: Subject, choice: Choice, device: Device) -> int | None:
-    """The peak with the loss in chunks; None where it cannot be taken so."""
+    """Return the peak with the loss in chunks, or None if it cannot be computed in chunks."""
     if choice.chunked_head or subject.division is not None:
         return None
     head = head_of(subject, choice, device)
@@ -231,12 +237,13 @@ def _in_chunks(subject: Subject, choice: Choice, device: Device) -> int | None:
 
 
 class _Account:
-    """The bytes of one trace, replayed, for each way to look at them.
+    """Memory of one replayed trace, in several views.
 
     Args:
-        traced, taken: the trace, and what the allocator made of it.
-        beside: bytes by kind that are there all the time.
-        division: of the model over ranks, or None: then the bytes are those of one of them.
+        traced, taken: the trace, and the result of its replay by the allocator.
+        beside: bytes by kind that are held all the time.
+        division: division of the model over ranks, or None. If given, the bytes are those of one
+            rank.
     """
 
     def __init__(
@@ -258,7 +265,7 @@ class _Account:
     # ---------------------------------------------------------------------------------- by layer
 
     def layers(self) -> tuple[LayerBytes, ...]:
-        """Every module with bytes of its own."""
+        """Return every module with memory of its own."""
         traced = self._traced
         done = self._end_of_forward()
         rows: dict[str, Counter[str]] = {name: Counter() for name in traced.modules}
@@ -271,7 +278,7 @@ class _Account:
                 continue
             kind = self._kinds.of(block)
             if kind in ("parameters", "buffers", "optimizer state"):
-                # What holds the same numbers anew (a state that is replaced) does not count again.
+                # A tensor that is replaced (optimizer state, for example) is not counted twice.
                 if block.died is None or block.died >= traced.end:
                     row[kind] += block.num_bytes
             elif kind == "gradients":
@@ -298,7 +305,7 @@ class _Account:
         )
 
     def _end_of_forward(self) -> int:
-        """The moment at which forward of the first micro-batch of the step ends."""
+        """Return the moment at which forward of the step's first micro-batch ends."""
         operations = self._timeline.operations
         begin = self._traced.begin if self._traced.first is None else self._traced.first + 1
         for moment in range(begin, len(operations) + 1):
@@ -307,13 +314,13 @@ class _Account:
         return self._traced.begin
 
     def _part(self, num_bytes: int) -> int:
-        """What one rank has of the state of a layer."""
+        """Return the bytes that one rank has of the state of a layer."""
         return num_bytes if self._division is None else -(-num_bytes // self._division.ranks)
 
     # ------------------------------------------------------------------------------- at a moment
 
     def held(self, moment: int) -> tuple[Holding, ...]:
-        """The largest holdings at `moment`."""
+        """Return the largest holdings at `moment`."""
         sizes: Counter[tuple[str, str]] = Counter()
         counts: Counter[tuple[str, str]] = Counter()
         for block in alive(self._timeline, moment):
@@ -328,7 +335,7 @@ class _Account:
         )
 
     def moment(self, i: int) -> Moment:
-        """The operation at moment `i`."""
+        """Return the operation at moment `i`."""
         operations = self._timeline.operations
         is_one = 0 < i <= len(operations)
         num_bytes = self._taken.curve[i] + self._constant
@@ -360,19 +367,20 @@ class _Account:
         return self._name(self._timeline.operations[i - 1].module)
 
     def _name(self, module: str) -> str:
-        """Also of what the model computes outside its layers."""
+        """Return the name of `module`, or a description for operations of the model outside of its
+        layers."""
         return f"{self._traced.modules['.'].type_name} itself" if module == "." else module
 
     # --------------------------------------------------------------------------------- over time
 
     def curve(self) -> tuple[Moment, ...]:
-        """The moments of one step."""
+        """Return the moments of one step."""
         begin, last = self._traced.begin, self._timeline.num_moments
         in_use = [sum(sizes) for sizes in zip(*self._in_use.values(), strict=True)]
         return tuple(map(self.moment, _telling(in_use, begin, last)))
 
     def _by_kind(self) -> dict[str, list[int]]:
-        """Bytes in use at each moment."""
+        """Return the bytes in use at each moment, by kind."""
         length = len(self._taken.curve)
         changes: dict[str, list[int]] = {}
         for block in self._timeline.blocks:
@@ -388,7 +396,8 @@ class _Account:
         return found
 
     def _named_phases(self) -> list[str]:
-        """The phase of each operation. What comes before the first layer of a pass is no loss yet."""
+        """Return the phase of each operation. Operations before the first layer of a pass are not
+        part of the loss."""
         phases: list[str] = []
         has_run = False
         for moment, operation in enumerate(self._timeline.operations, 1):
@@ -403,13 +412,14 @@ class _Account:
 
 
 def _is_kept(block: Block, done: int) -> bool:
-    """Whether it is alive when forward is `done`. What dies at its last operation was of use to nothing
-    after it."""
+    """Return whether `block` is alive when forward is `done`. A block that dies at the last
+    operation of forward is not used afterwards."""
     return block.born <= done and (block.died is None or block.died > done)
 
 
 def _telling(sizes: Sequence[int], first: int, last: int) -> list[int]:
-    """The moments from `first` to `last` that show the course of `sizes`: at most so many."""
+    """Return at most `_MOST_MOMENTS` moments from `first` to `last` that show the course of
+    `sizes`."""
     moments = range(first, last + 1)
     if len(moments) <= _MOST_MOMENTS:
         return list(moments)

@@ -1,8 +1,8 @@
-"""Outline: a model and an optimizer that are there already, without their values.
+"""Outline: an existing model and optimizer, without their values.
 
-Training puts things on a model (hooks, other forwards, weights in half precision) and gives its
-optimizer other parameters to work on. An outline is taken before that, so that a step can be planned at
-any time later as it was planned first.
+Training modifies a model (hooks, other forwards, weights in half precision) and gives its optimizer
+other parameters to work on. An outline is taken before that, so that a step can be planned later as
+it was planned at first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from anybatch.estimate.untraced import NoOptimizer
 
 
 class Outline:
-    """The outline of `model` and `optimizer`, which may have parameters of its own beside the model's.
+    """Outline of `model` and `optimizer`, which may have parameters in addition to those of the
+    model.
 
     Attributes:
         model: the outline of the model, on the meta device.
@@ -32,16 +33,17 @@ class Outline:
         with torch.device("meta"):
             try:
                 self.model: nn.Module = fake_copy(model)
-            except Exception:  # nor can it be copied in a trace, where why not will be told
+            except Exception:  # copies in a trace fail as well, and report the reason
                 self.model = model
             self._parts = [_OneOptimizer(part, model, self.model) for part in parts_of(optimizer)]
 
     def build(self) -> nn.Module:
-        """The model on fake tensors; called inside a trace."""
+        """Return the model on fake tensors; called inside a trace."""
         return fake_copy(self.model)
 
     def optimizer_on(self, fake: nn.Module) -> Optimizer:
-        """An optimizer like the outlined one on the parameters of `fake`; called inside a trace.
+        """Return an optimizer like the outlined one, on the parameters of `fake`; called inside a
+        trace.
 
         Raises `NoOptimizer` if its class cannot be called.
         """
@@ -49,8 +51,7 @@ class Outline:
 
 
 class _OneOptimizer:
-    """How to make an optimizer like `optimizer`, on parameters like those of `other`, a copy of
-    `model`."""
+    """Creates optimizers like `optimizer`, on parameters like those of `other`, a copy of `model`."""
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, other: nn.Module) -> None:
         wrapped = _wrapped(optimizer)
@@ -58,29 +59,30 @@ class _OneOptimizer:
         self._arguments = _arguments(wrapped)
         self._kind: Any = type(wrapped)
         if wrapped is not optimizer:
-            # Updated as the wrapper does, which may look at all parameters.
+            # Updated as the wrapper does, which may access all parameters.
             self._kind = type(self._kind.__name__, (self._kind,), {})
 
     def made_for(self, model: nn.Module, fake: nn.Module) -> Optimizer:
-        """The same on the parameters of `fake`, a copy of `model`."""
+        """Return the optimizer on the parameters of `fake`, a copy of `model`."""
         groups = _groups_on(self._groups, model, fake)
         try:
             return self._kind(groups, **self._arguments)
-        except UNKNOWN:  # numbers that can be followed
+        except UNKNOWN:  # values that can be tracked
             raise
         except Exception as error:
             raise NoOptimizer(self._kind.__name__) from error
 
 
 def _wrapped(optimizer: Optimizer) -> Optimizer:
-    """What `optimizer` leaves the update to, if it is a wrapper, as that of accelerate."""
+    """Return the optimizer to which `optimizer` delegates the update, if it is a wrapper such as
+    accelerate's."""
     inner = vars(optimizer).get("optimizer")
     return _wrapped(inner) if isinstance(inner, Optimizer) else optimizer
 
 
 def _arguments(optimizer: Optimizer) -> dict[str, Any]:
-    """What the class of `optimizer` has to be given beside the parameter groups. torch's optimizers
-    take these alone, since the options are in them."""
+    """Return the arguments that the class of `optimizer` requires in addition to the parameter
+    groups. PyTorch's optimizers require none, since the groups contain the options."""
     others = list(inspect.signature(type(optimizer)).parameters.values())[1:]
     known = {**vars(optimizer), **optimizer.defaults}
     named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
@@ -94,8 +96,8 @@ def _arguments(optimizer: Optimizer) -> dict[str, Any]:
 def _groups_on(
     groups: Sequence[dict[str, Any]], model: nn.Module, other: nn.Module
 ) -> list[dict[str, Any]]:
-    """`groups` with the parameters of `other` in place of those of `model`, and empty ones, on the
-    default device, in place of what is none of the model's."""
+    """Return `groups` with the parameters of `model` replaced by those of `other`. Parameters that
+    do not belong to the model are replaced by empty ones on the default device."""
     others: dict[torch.Tensor, nn.Parameter] = dict(
         zip(model.parameters(), other.parameters(), strict=True)
     )

@@ -1,16 +1,16 @@
-"""Peak: the most bytes of a trace at any time, as every account has them, and what they are.
+"""Peak: the maximum memory of a trace, by account, and what it consists of.
 
-A device's memory has several accounts, each for a question of its own:
+The memory of a device has several accounts, each of which answers a different question:
 
     allocated   in tensors, as the allocator rounds them                    what does my model need?
-    active      the same, with what waits until another stream is done      on one stream: as allocated
-    reserved    what the allocator has taken, with its cache and its holes  does it fit this allocator?
-    total       all that the process holds there: `reserved`, libraries,    does it fit the device?
+    active      the same, plus memory that waits for another stream         on one stream: as allocated
+    reserved    taken by the allocator, with its cache and its holes        does it fit this allocator?
+    total       taken by the process: `reserved`, libraries,                does it fit the device?
                 the device's context
 
-The budget is one of `total`. Kinds of bytes are those of the moment at which most is allocated, and
-what is reserved beyond them is a kind of its own: an allocator that keeps what nobody uses has its peak
-at any later time.
+The budget limits `total`. Bytes by kind are those at the moment when most is allocated. Memory
+reserved beyond them is a separate kind, since an allocator that keeps unused memory may reach its
+peak at any later time.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ _RCCL = "Not counted: RCCL's buffers."
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes at any time.
+    """Maximum memory at any time.
 
     Attributes:
-        num_bytes: as the budget counts them.
-        by_kind: what they are when most is in use, in the order of `KINDS`; they add up to `num_bytes`.
-        totals: the most by each account (see the module), which need not be at one time. A CPU has no
-            `active`, and the others are the same there.
+        num_bytes: peak as counted against the budget.
+        by_kind: bytes by kind at the moment when most is in use, in the order of `KINDS`; they add
+            up to `num_bytes`.
+        totals: maximum by account (see the module). The maxima may occur at different times. A CPU
+            has no `active`, and its other accounts are equal.
     """
 
     num_bytes: int
@@ -52,19 +53,21 @@ class Peak:
     totals: dict[str, int] = field(default_factory=dict)
 
     def divided(self, division: Division) -> Peak:
-        """The peak of one rank, of a model that is divided, from that of the whole."""
+        """Return the peak of one rank of a divided model, computed from the peak of the whole
+        model."""
         num_bytes, by_kind = division.divided(self.num_bytes, self.by_kind)
         less = self.num_bytes - num_bytes
         return Peak(num_bytes, by_kind, {name: size - less for name, size in self.totals.items()})
 
 
 def peak_of(traced: Traced, beside: Mapping[str, int], device: Device) -> Peak:
-    """The peak of `traced` on `device`, with the bytes by kind that stay `beside` its tensors."""
+    """Return the peak of `traced` on `device`. `beside`: bytes by kind that are held in addition to
+    its tensors."""
     return peak_at(traced, allocator_of(device).replay(traced.timeline), beside, device)
 
 
 def peak_at(traced: Traced, taken: Taken, beside: Mapping[str, int], device: Device) -> Peak:
-    """The same, of a timeline that was replayed."""
+    """Like `peak_of`, for a timeline that has already been replayed."""
     sizes: Counter[str] = Counter(beside)
     kinds = Kinds(traced)
     for block in alive(traced.timeline, taken.moment):
@@ -80,7 +83,7 @@ def peak_at(traced: Traced, taken: Taken, beside: Mapping[str, int], device: Dev
 
 
 def allocator_of(device: Device) -> Allocator:
-    """The allocator of a device."""
+    """Return the allocator of a device."""
     if device.kind == "cpu":
         return LiveBytes()
     limit, settings = device.budget_bytes - context_bytes_of(device), settings_here()
@@ -88,14 +91,15 @@ def allocator_of(device: Device) -> Allocator:
 
 
 def context_bytes_of(device: Device) -> int:
-    """What a process takes of a CUDA device before any tensor: measured where the device is here."""
+    """Return the bytes that a process takes on a CUDA device before any tensor is created; measured
+    if the device is present."""
     if not device.present:
         return TYPICAL_CONTEXT_BYTES
     return context_bytes(device.index)
 
 
 def method_on(device: Device) -> str:
-    """How the bytes on `device` are found, in words."""
+    """Describe how the bytes on `device` are determined."""
     if device.kind == "cpu":
         return "traced on fake tensors: the bytes of the tensors that are alive at once"
     way = "traced on fake tensors, replayed through a model of torch's CUDA allocator"
@@ -108,7 +112,8 @@ def method_on(device: Device) -> str:
 
 
 def not_counted_on(device: Device, ranks: bool) -> tuple[str, ...]:
-    """What else may take memory on `device`, in sentences; `ranks`: whether it is one of several."""
+    """Return sentences on other memory that may be taken on `device`. `ranks`: whether the device
+    is one of several."""
     if device.kind == "cpu":
         return ()
     if device.capability.startswith("gfx"):
@@ -136,33 +141,34 @@ KINDS: tuple[str, ...] = (
     "libraries",
     "device context",
 )
-"""Every kind of bytes, in the order in which a table shows them.
+"""All kinds of bytes, in the order in which a table shows them.
 
-`gathered weights and gradients`: of a model that is divided over ranks, those that a rank has whole for
-a moment. `weights in half precision`: autocast's copies. `activations`: made in forward inside the
-model; most are kept for backward. `loss and logits`: what the model returns, what the loss makes of it,
-and the gradients of both. `temporary`: made in backward or in the update, and gone after it. `kernels'
-scratch`: taken and given back inside one operation. `allocator's rounding and holes`: held by the
-allocator and used by nobody when most is in use; CUDA's cache among it. `libraries' workspaces`:
-cuBLAS's, in torch's allocator. `libraries`: generated code and workspaces that stay with the process.
-`device context`: CUDA's own, and its kernels."""
+`gathered weights and gradients`: if a model is divided over ranks, those that a rank temporarily
+holds whole. `weights in half precision`: autocast's copies. `activations`: created in forward
+inside the model; most are saved for backward. `loss and logits`: the results of the model, what the
+loss computes from them, and the gradients of both. `temporary`: created in backward or in the
+update, and freed after it. `kernels' scratch`: allocated and freed within one operation.
+`allocator's rounding and holes`: held by the allocator but unused when most is in use, including
+CUDA's cache. `libraries' workspaces`: cuBLAS's, in PyTorch's allocator. `libraries`: generated code
+and workspaces that stay with the process. `device context`: CUDA's context, and its kernels.
+"""
 
 
 class Kinds:
-    """The kinds of the blocks of one trace.
+    """Kinds of the blocks of one trace.
 
-    The loss is what runs outside the model, and what a model that returns its loss runs after the last
-    of its layers. Backward begins with the same operations.
+    The loss consists of operations outside of the model and, if the model returns its loss, of
+    operations after its last layer. Backward begins with the same operations.
     """
 
     def __init__(self, traced: Traced) -> None:
         self._operations: Sequence[Operation] = traced.timeline.operations
-        # A model that returns its loss first, and modules in it that do so, return a number.
+        # A model that returns its loss first, and submodules that do so, return a scalar.
         numbers = {name for name, shape in traced.shapes.items() if shape == ()}
         self._of_loss = _loss_moments(self._operations, numbers)
 
     def of(self, block: Block) -> str:
-        """One of `KINDS`."""
+        """Return the kind of `block`, one of `KINDS`."""
         if block.kind:
             return block.kind
         if block.phase == "input":
@@ -174,15 +180,15 @@ class Kinds:
         return "temporary" if self._operations[block.born - 1].backward else "activations"
 
     def is_loss(self, moment: int) -> bool:
-        """Whether the operation of that moment is part of the loss, forward or backward."""
+        """Return whether the operation at that moment is part of the loss, forward or backward."""
         return 0 < moment <= len(self._operations) and bool(self._of_loss[moment])
 
 
 def _loss_moments(operations: Sequence[Operation], numbers: set[str]) -> bytearray:
-    """For each moment whether its operation is part of the loss; `numbers`: the modules that return
-    one."""
+    """Return for each moment whether its operation is part of the loss. `numbers`: modules that
+    return a scalar."""
     marks = bytearray(len(operations) + 1)
-    behind: list[int] = []  # forward of these modules, since the last operation of another
+    behind: list[int] = []  # forward of these modules since the last operation of another one
     in_backward = of_loss = False
     for moment, operation in enumerate(operations, 1):
         is_layer = operation.module and operation.module not in numbers

@@ -1,13 +1,16 @@
-"""Reductions: the memory in which CUDA's blocks of threads add up, beside a sum's argument and result.
+"""Reductions: the buffer that CUDA's thread blocks use in addition to a reduction's argument and
+result.
 
-torch gives each sum, mean, norm or maximum to blocks of threads. Where there are fewer results than the
-device has room for blocks, several work for one result, and leave their parts in a buffer; the last to
-come adds them up. With columns to be added up, as in the gradient of a bias, the buffer can be larger
-than the matrix itself: torch counts each thread of a block where one result would do.
+PyTorch distributes each sum, mean, norm or maximum over thread blocks. If there are fewer results
+than thread blocks that fit on the device, several blocks work on one result and write partial
+results to a buffer, which the last block adds up. If columns are reduced, as in the gradient of a
+bias, the buffer can be larger than the matrix itself: PyTorch reserves space for each thread of a
+block where one result would be enough.
 
-How torch divides the work is a matter of shape, strides and dtype alone (`setReduceConfig` and
-`ReduceConfig::global_memory_size` in `aten/src/ATen/native/cuda/Reduce.cuh`, of torch 2.11); this is
-its arithmetic."""
+The distribution depends only on shape, strides and dtype (`setReduceConfig` and
+`ReduceConfig::global_memory_size` in `aten/src/ATen/native/cuda/Reduce.cuh`, of torch 2.11); this
+module reproduces that arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,17 @@ from anybatch.machine import Device
 _aten: Any = torch.ops.aten
 _WARP, _MOST_THREADS, _VECTOR = 32, 512, 4
 _LEAST_VALUES, _MOST_VALUES = 16, 256
-"""That a thread adds up: with fewer no more threads are put to it, with more there are blocks
-beside."""
+"""Minimum and maximum number of values that a thread reduces: below the minimum no more threads are
+used, above the maximum more blocks are used."""
 
 _FLOAT, _PAIR, _MOMENTS = 4, 16, 16
-"""Bytes of a part, of numbers in float32 or less: a sum; a number and its place; mean, squares and
-counts."""
+"""Bytes of a partial result, for elements of at most 4 bytes: a sum; a value and its index; mean,
+squares and counts."""
 
 _OWN = 0
-"""As large as a number of the argument."""
+"""As large as an element of the argument."""
 
-REDUCTIONS: dict[Any, int] = {  # operation -> bytes of a part
+REDUCTIONS: dict[Any, int] = {  # operation -> bytes of a partial result
     _aten.sum.default: _FLOAT,
     _aten.sum.dim_IntList: _FLOAT,
     _aten.mean.default: _FLOAT,
@@ -54,10 +57,10 @@ REDUCTIONS: dict[Any, int] = {  # operation -> bytes of a part
     _aten.var_mean.correction: _MOMENTS,
     _aten.std_mean.correction: _MOMENTS,
 }
-"""The operations."""
+"""Operations that are reductions."""
 
 MOST_RESIDENT = 132 * 2048
-_RESIDENT = {  # compute capability -> threads that the largest device of it runs at once
+_RESIDENT = {  # compute capability -> threads that its largest device runs at once
     "7.0": 80 * 2048,
     "7.5": 72 * 1024,
     "8.0": 108 * 2048,
@@ -71,12 +74,13 @@ _RESIDENT = {  # compute capability -> threads that the largest device of it run
 "Technical Specifications per Compute Capability")."""
 
 _AT = {_aten.linalg_vector_norm.default: 2}
-"""Where the dims stand among the arguments, if not in the second place."""
+"""Position of the dims among the arguments, if it is not 1."""
 
 
 def reduction_bytes(op: Any, args: tuple[Any, ...], resident_threads: int) -> int:
-    """Bytes of the buffer of `op` on a device that runs so many threads at once; 0 for what is no
-    reduction. (Its semaphores, four bytes for each block of results, are not counted.)"""
+    """Return the bytes of the buffer of `op` on a device that runs `resident_threads` threads at
+    once, or 0 if `op` is not a reduction. (Its semaphores, four bytes for each block of results,
+    are not counted.)"""
     part = REDUCTIONS.get(op)
     if part is None:
         return 0
@@ -87,7 +91,8 @@ def reduction_bytes(op: Any, args: tuple[Any, ...], resident_threads: int) -> in
 def buffer_bytes(
     tensor: Tensor, dims: int | Sequence[int] | None, part_bytes: int, resident_threads: int
 ) -> int:
-    """Bytes of the buffer in which `tensor` is reduced over `dims` (None or empty: over all)."""
+    """Return the bytes of the buffer for reducing `tensor` over `dims` (None or empty: all of
+    them)."""
     if tensor.numel() == 0:
         return 0
     wide = tensor.element_size() // _FLOAT if tensor.is_floating_point() else 1
@@ -100,7 +105,8 @@ def buffer_bytes(
 
 
 def resident_threads(device: Device) -> int:
-    """Threads that `device` runs at once; where it is not here, those of the largest of its kind."""
+    """Return the number of threads that `device` runs at once. If it is not present, this is the
+    number for the largest device of its compute capability."""
     if device.present and torch.cuda.is_available():
         found = torch.cuda.get_device_properties(device.index)
         return found.multi_processor_count * found.max_threads_per_multi_processor
@@ -108,7 +114,7 @@ def resident_threads(device: Device) -> int:
 
 
 class _Geometry(NamedTuple):
-    """The dimensions of a reduction, fastest first, neighbours joined; strides in elements."""
+    """Dimensions of a reduction, fastest first, adjacent ones merged; strides in elements."""
 
     reduced: list[tuple[int, int]]  # (stride, size)
     kept: list[tuple[int, int]]
@@ -118,7 +124,7 @@ class _Geometry(NamedTuple):
         sizes = list(zip(tensor.stride(), tensor.shape, strict=True))
         inner = sorted(pair for dim, pair in enumerate(sizes) if dim in reduced and pair[1] > 1)
         outer = [pair for dim, pair in enumerate(sizes) if dim not in reduced and pair[1] > 1]
-        return cls(_joined(inner), _joined(outer[::-1]))  # in the order of the result's
+        return cls(_joined(inner), _joined(outer[::-1]))  # in the order of the result's dimensions
 
 
 def _joined(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -149,7 +155,7 @@ def _divided(geometry: _Geometry, part_bytes: int, resident_threads: int) -> int
         width //= vector
     block_width, block_height = _block(width, height, _MOST_THREADS // vector)
 
-    # 1. How many values each thread adds up, by lanes and by warps.
+    # 1. Number of values per thread, across lanes and warps.
     step_input = block_width if along else 1
     step_output = 1 if along else block_width
     across_warps = -(-inputs // step_input) >= min(block_height * 16, _MOST_VALUES)
@@ -158,7 +164,7 @@ def _divided(geometry: _Geometry, part_bytes: int, resident_threads: int) -> int
     else:
         step_output *= block_height
 
-    # 2. How many blocks work for one result.
+    # 2. Number of blocks per result.
     blocks = resident_threads // (block_width * block_height)
     grid = -(-(outputs // vector) // step_output)
     values = -(-inputs // step_input)
@@ -171,14 +177,14 @@ def _divided(geometry: _Geometry, part_bytes: int, resident_threads: int) -> int
 
 
 def _is_along_the_fastest(geometry: _Geometry) -> bool:
-    """Whether the dimension in which neighbours lie beside each other is added up."""
+    """Return whether the fastest dimension, in which neighbors are adjacent in memory, is reduced."""
     if not geometry.kept or not geometry.reduced:
         return not geometry.kept
     return geometry.reduced[0][0] < geometry.kept[0][0]
 
 
 def _vector(geometry: _Geometry) -> int:
-    """Results that a thread reads at once."""
+    """Return the number of results that a thread reads at once."""
     vector = _VECTOR
     strides = [stride for stride, _ in (*geometry.reduced, *geometry.kept[1:])]
     for number in (geometry.kept[0][1], *strides):
@@ -195,7 +201,7 @@ def _block(width: int, height: int, most: int) -> tuple[int, int]:
 
 
 def _power_of_two(number: int) -> int:
-    """The largest one that is not larger."""
+    """Return the largest power of two that is at most `number`."""
     return 1 << max(0, number.bit_length() - 1)
 
 

@@ -1,13 +1,14 @@
-"""Samples: what a trace needs to know of a task's data.
+"""Samples: the information about a task's data that a trace needs.
 
-A few real samples as one batch, from whose shapes batches of any size are made. Where samples differ in
-size, what a pass takes goes by the largest of them: of given lengths the longest are known; without
-them some samples, spread over the data, are looked at one by one if `collate` is the task's own, since
-torch's puts together only what is alike.
+A few real samples form one batch, and batches of any size are created from its shapes. If samples
+differ in size, the largest ones determine the cost of a pass. With given lengths the longest
+samples are known. Without lengths, some samples, spread over the data, are inspected one by one if
+the task has its own `collate`, since PyTorch's accepts only samples of equal shape.
 
-The padded size of a mean global batch, if lengths are given. And what a step holds in addition to its
-batch: of a stream all samples of a global step until it is committed, since it may have to be redone;
-under a joint loss those that wait until they are computed with a second time.
+Also computed: the padded size of a mean global batch, if lengths are given, and the memory that a
+step holds in addition to its batch. For a stream these are all samples of a global step until it is
+committed, since it may have to be repeated; with a joint loss, the samples that wait for their
+second pass.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Samples:
     """Bytes of samples that a step holds in host memory in addition to its batch.
 
     Attributes:
-        held_bytes: of all samples of a global step of a stream, while it lasts.
-        waiting_bytes: of each sample that waits under a joint loss (see `compute.joint`).
+        held_bytes: bytes of all samples of a global step of a stream, for the duration of the step.
+        waiting_bytes: bytes of each sample that waits during a joint loss (see `compute.joint`).
     """
 
     held_bytes: int = 0
@@ -60,7 +61,7 @@ class Samples:
 
 
 def samples_of(task: Task, batch: Any) -> Samples:
-    """What the samples of `task` take, by a `batch` of it."""
+    """Return the memory of the samples of `task`, computed from a `batch` of it."""
     sample_bytes = sum(_blocks(batch)) // samples_left(batch, NUM_SAMPLES)
     return Samples(
         held_bytes=0 if is_map_style(task.train) else largest_batch(task) * sample_bytes,
@@ -69,7 +70,7 @@ def samples_of(task: Task, batch: Any) -> Samples:
 
 
 def _blocks(node: Any) -> Iterator[int]:
-    """Bytes of the numbers of each tensor and array in a batch."""
+    """Yield the bytes of the elements of each tensor and array in a batch."""
     parts = parts_of(node)
     if parts is not None:
         for _, part in parts:
@@ -85,20 +86,20 @@ def _blocks(node: Any) -> Iterator[int]:
 
 
 NUM_SAMPLES = 2
-"""That a template has, where there are as many."""
+"""Number of samples in a template, if the data has as many."""
 
-_MOST_BAD = 100  # samples passed over, where that is asked for, in search of two to plan by
+_MOST_BAD = 100  # samples skipped, if the task allows it, in search of two to plan with
 
 _FIRST, _MOST = 8, 64
-"""Samples that are looked at: to see whether they differ at all, and where they do."""
+"""Number of samples that are inspected: to detect whether they differ, and then if they do."""
 
 _NO_BATCHES = (bool, int, float, str, bytes, type(None))
 
 
 def template_of(task: Task) -> tuple[Any, int]:
-    """The first samples, or the largest, as one batch; and how many were looked at, if they differ in
-    size and no lengths are given, else 0. They are fetched as training fetches them, so what is wrong
-    with one is told in the same words.
+    """Return the first samples, or the largest, as one batch, and the number of samples that were
+    inspected if they differ in size and no lengths are given, otherwise 0. Samples are fetched as
+    in training, so errors have the same messages.
 
     Raises `DataError` if the samples cannot be read or collated.
     """
@@ -106,7 +107,7 @@ def template_of(task: Task) -> tuple[Any, int]:
     while True:
         try:
             batch, looked_at = _first_batch(task, gaps)
-            # Another collate may well make batches that do not show their size.
+            # A custom collate may return batches that do not show their size.
             if task.collate is None or isinstance(batch, _NO_BATCHES):
                 batch_size(batch)
             return batch, looked_at
@@ -117,7 +118,7 @@ def template_of(task: Task) -> tuple[Any, int]:
 
 
 def _first_batch(task: Task, gaps: Sequence[int]) -> tuple[Any, int]:
-    """See `template_of`; without the samples at `gaps` (indices)."""
+    """Like `template_of`, without the samples at `gaps` (indices)."""
     data, looked_at = task.train, 0
     if is_map_style(data):
         part = range(min(NUM_SAMPLES, len(data) - len(gaps)))
@@ -146,8 +147,8 @@ def _first_batch(task: Task, gaps: Sequence[int]) -> tuple[Any, int]:
 
 
 def _largest(fetch: Any, num_samples: int, first: Tensor) -> tuple[Tensor, int]:
-    """The samples to plan by, as many as are `first`, and how many were looked at; those and 0 if all
-    are alike, or cannot be looked at one by one."""
+    """Return the samples to plan with, as many as in `first`, and the number of samples inspected;
+    `first` and 0 if all samples are alike, or cannot be inspected one by one."""
     for count in (_FIRST, _MOST):
         spread = torch.linspace(0, num_samples - 1, min(count, num_samples)).long()
         sizes = torch.tensor(sizes_alone(fetch, spread))
@@ -157,13 +158,13 @@ def _largest(fetch: Any, num_samples: int, first: Tensor) -> tuple[Tensor, int]:
 
 
 _STEPS_SEEN = 32
-"""Global batches that are cut to find the mean."""
+"""Number of global batches that are cut to determine the mean."""
 
 
 def padded_of(task: Task, ghost: int | None = None) -> int | None:
-    """The padded size of a mean global batch of `task` in samples of the longest, rounded up to whole
-    ghost batches of `ghost` samples; None if the lengths of its samples are not given, and the global
-    batch is in samples. Of a batch that grows the largest ones are looked at."""
+    """Return the padded size of a mean global batch of `task`, in samples of the maximum length,
+    rounded up to whole ghost batches of `ghost` samples. None if the lengths of the samples are not
+    given and the global batch is in samples. If the batch grows, the largest batches are used."""
     if not is_map_style(task.train):
         return None
     steps = steps_of(task)
@@ -171,7 +172,7 @@ def padded_of(task: Task, ghost: int | None = None) -> int | None:
     if first is not None:
         lengths, longest = first
         sizes = [_padded(of_step, longest, ghost) for of_step in lengths]
-    elif tokens_of(task.global_batch) is not None:  # samples are alike, and steps differ in number
+    elif tokens_of(task.global_batch) is not None:  # samples are alike, steps differ in number
         sizes, longest = [steps.num_samples_of(index) for index in _steps_seen(steps)], 1
     else:
         return None
@@ -182,7 +183,8 @@ def padded_of(task: Task, ghost: int | None = None) -> int | None:
 def _first_steps(
     task: Task, steps: Steps, ghost: int | None
 ) -> tuple[tuple[np.ndarray, ...], int] | None:
-    """Lengths of the samples of the first global batches, in their order, and the longest of all."""
+    """Return the lengths of the samples of the first global batches, in order, and the maximum
+    length of all samples."""
     lengths = lengths_of(task.lengths, task.train, "training")
     if lengths is None:
         return None

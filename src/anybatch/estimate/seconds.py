@@ -1,8 +1,8 @@
 """Seconds: the time of a step, from its operations and the speeds of the device.
 
-Each operation takes the longer of two times, that of its arithmetic and that of its bytes (a roofline,
-Williams et al. 2009). On a CPU the time to start each operation is added. On CUDA operations are
-started while earlier ones run, so the longer of the two sums counts.
+Each operation takes the longer of two times, that of its arithmetic and that of its memory traffic
+(a roofline, Williams et al. 2009). On a CPU the time to start each operation is added. On CUDA
+operations are started while earlier ones run, so the longer of the two sums counts.
 """
 
 from __future__ import annotations
@@ -24,41 +24,42 @@ from anybatch.machine import Device
 from anybatch.plans import Choice, Link, Precision, Recompute, StatesOn, Update
 
 _PCIE_BYTES = {"7": 16e9, "8": 32e9, "9": 64e9}
-"""Bytes per second and direction of sixteen lanes of PCIe 3, 4 and 5, by the first number of CUDA's
-compute capability: what joins a device to its host, also where several have a link of their own."""
+"""Bytes per second and direction of sixteen lanes of PCIe 3, 4 and 5, by the major version of the
+CUDA compute capability. This is the link between a device and its host, even if several devices are
+connected by another link."""
 
 _LATENCY_SECONDS = {"cuda": 2e-5, "cpu": 1.5e-4}
-"""What one hop between ranks takes however little it carries: over NCCL, and over gloo on one machine
+"""Latency of one hop between ranks, regardless of its size: over NCCL, and over gloo on one machine
 (a sum of 4 to 200 KB on two ranks took 0.2 to 0.35 ms, which is two hops)."""
 
 _HOST_BYTES = 20e9
-"""Bytes per second that one rank's cores stream from the host's memory in an update, about."""
+"""Approximate bytes per second that the cores of one rank stream from host memory in an update."""
 
 _MEETING_SECONDS = 4e-4
-"""What one meeting of ranks inside a norm takes, which the host waits for: two small exchanges and what
-surrounds them, over gloo on one machine."""
+"""Time of one synchronization of ranks inside a norm, which blocks the host: two small exchanges
+and their overhead, over gloo on one machine."""
 
 _PASS_SECONDS = 3e-4
-"""What a micro-batch takes beside its operations: samples are fetched, collated and moved."""
+"""Overhead of a micro-batch beyond its operations: samples are fetched, collated and moved."""
 
 _CHECKPOINT_SECONDS = 1.5e-4
-"""What computing a block again takes beside its operations, in Python: torch's checkpoint follows what
-is saved, and keeps the state of random numbers."""
+"""Python overhead of recomputing a block, beyond its operations: PyTorch's checkpoint tracks the
+tensors that are saved, and preserves the random state."""
 
 _KERNEL_SECONDS = 5e-6
-"""What a kernel on CUDA takes beside its work, while it fills the device and drains."""
+"""Overhead of a CUDA kernel beyond its work, while it fills the device and drains."""
 
 _Place = tuple[str, int, bool]
-"""Of operations: their phase, their block, and whether they are products."""
+"""Key of operations: their phase, their block, and whether they are products."""
 
 _Group = tuple[str, int, str, torch.dtype]
-"""Of operations that are alike: their phase, their block, their name, and their dtype."""
+"""Key of similar operations: their phase, their block, their name, and their dtype."""
 
 
 @dataclass(slots=True)
 class _Amounts:
-    """Of the operations of a group together: how many there are, their floating-point operations, their
-    bytes, and how many calls start them."""
+    """Totals over the operations of a group: the number of operations, their floating-point
+    operations, their bytes, and the number of calls that start them."""
 
     count: float = 0.0
     flops: float = 0.0
@@ -68,28 +69,29 @@ class _Amounts:
 
 @dataclass(slots=True)
 class _Spent:
-    """Seconds of some operations of one micro-batch: to compute, and to start them."""
+    """Seconds of some operations of one micro-batch: to compute them, and to start them."""
 
     work: float = 0.0
     calls: float = 0.0
 
     def __add__(self, other: _Spent) -> _Spent:
-        """Both."""
+        """Add both times."""
         return _Spent(self.work + other.work, self.calls + other.calls)
 
     def times(self, factor: float) -> _Spent:
-        """So much of both."""
+        """Multiply both times by `factor`."""
         return _Spent(factor * self.work, factor * self.calls)
 
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """Predicted time of one global step of one rank, and its parts.
+    """Predicted time of one global step of one rank, by part.
 
     Attributes:
-        forward, backward, recompute: of all micro-batches; a joint loss is compared in forward.
-        update: clipping and the optimizer.
-        exchange: of gradients among ranks.
+        forward, backward, recompute: seconds of all micro-batches. Forward includes the comparison
+            of a joint loss.
+        update: seconds of clipping and of the optimizer.
+        exchange: seconds to exchange gradients among ranks.
     """
 
     forward: float
@@ -100,11 +102,11 @@ class StepSeconds:
 
     @property
     def total(self) -> float:
-        """Seconds of the step."""
+        """Total seconds of the step."""
         return self.forward + self.backward + self.recompute + self.update + self.exchange
 
     def corrected(self, factor: float) -> StepSeconds:
-        """With all that a rank does by itself taking `factor` times as long."""
+        """Return these times with all parts except the exchange multiplied by `factor`."""
         return StepSeconds(
             forward=self.forward * factor,
             backward=self.backward * factor,
@@ -115,16 +117,15 @@ class StepSeconds:
 
 
 class Pace:
-    """How fast a task is on a device in one precision, for any micro-batch and any recompute.
+    """Speed of a task on a device in one precision, for any micro-batch and any recompute setting.
 
-    Traces the task's work twice, at two micro-batches; everything between and beyond lies on straight
-    lines through these.
+    Traces the work of the task at two micro-batches, and interpolates and extrapolates linearly.
 
     Args:
         subject: the task.
-        device: where.
-        speeds: of the device.
-        precision: of the plan.
+        device: device on which the task runs.
+        speeds: speeds of the device.
+        precision: precision of the plan.
 
     Raises whatever the model or loss raises on fake tensors.
     """
@@ -169,38 +170,38 @@ class Pace:
 
     @property
     def measured(self) -> bool:
-        """Whether the device was measured, or its figures are nominal."""
+        """Whether the device was measured; otherwise its figures are nominal."""
         return self._speeds.measured
 
     @property
     def parameter_bytes(self) -> int:
-        """Of what is trained."""
+        """Bytes of the trained parameters."""
         return self._low.parameter_bytes
 
     @property
     def has_host(self) -> bool:
-        """Whether the host has a memory that is not the device's."""
+        """Whether the host has its own memory, separate from that of the device."""
         return self._device.kind == "cuda"
 
     @property
     def can_offload(self) -> bool:
-        """Whether the optimizer's states can lie in host memory, and that is another than the
+        """Whether the optimizer states can be kept in host memory, and that is separate from the
         device's."""
         return self._can_part and self.has_host
 
     @property
     def blocks_have_products(self) -> bool:
-        """Whether the policy that keeps matrix products keeps anything."""
+        """Whether the recompute policy that keeps matrix products keeps anything."""
         return any(o.block >= 0 and o.flops > 0 for o in self._low.operations)
 
     @property
     def tileable(self) -> tuple[str, ...]:
-        """Names of MLPs inside of blocks that can run in tiles along the sequence."""
+        """Names of the MLPs inside blocks that can run in tiles along the sequence."""
         return self._low.tileable
 
     def has_logits(self, num_samples: int, least: int) -> bool:
-        """Whether a pass over so many samples takes the softmax of more than `least` numbers at once,
-        as a cross-entropy does."""
+        """Return whether a pass over `num_samples` samples computes the softmax of more than
+        `least` elements at once, as a cross-entropy does."""
         low, high = (
             max((o.num_bytes for o in work.operations if o.name == "_log_softmax"), default=0.0)
             for work in (self._low, self._high)
@@ -208,13 +209,14 @@ class Pace:
         return self._line(low, high, num_samples) > 8 * least
 
     def update_on_host(self, part: float) -> float:
-        """Seconds to update so large a `part` of the model on the host: every number is read, and all
-        but gradients are written."""
+        """Return the seconds to update the fraction `part` of the model on the host: all elements
+        are read, and all except gradients are written."""
         return part * (3 * self.parameter_bytes + 2 * self._low.state_bytes) / _HOST_BYTES
 
     def in_half(self) -> Pace:
-        """About the pace under autocast to bfloat16, of operations in float32, without tracing them in
-        it: products are computed in half precision, everything else as it is."""
+        """Return the approximate pace under autocast to bfloat16, from operations in float32,
+        without another trace: products run at the speed of half precision, everything else is
+        unchanged."""
         other = copy.copy(self)
         matmul = self._speeds.matmul
         half = {name: max(rate, matmul.get("bfloat16", rate)) for name, rate in matmul.items()}
@@ -225,14 +227,14 @@ class Pace:
     def micro(
         self, micro_batch: int, recompute: Recompute, head: Head | None = None
     ) -> tuple[float, float, float]:
-        """Seconds of forward, backward and recompute of one micro-batch; the loss in chunks of the
-        logits of `head`, or as it is written."""
+        """Return the seconds of forward, backward and recompute of one micro-batch. The loss is
+        computed in chunks of the logits of `head`, or as it is written if `head` is None."""
         places = self._places(micro_batch)
         forward = sum((s for place, s in places.items() if place[0] == "forward"), _Spent())
         backward = sum((s for place, s in places.items() if place[0] == "backward"), _Spent())
         moved = 0.0
         if recompute.to_host and self.has_host:
-            # Queued between the kernels, so it adds up.
+            # Copies are enqueued between the kernels, so the times add up.
             saved = self._line(self._low.saved_bytes, self._high.saved_bytes, micro_batch)
             moved = bus_seconds(saved, self._device)
         in_chunks = self._by_chunks(head, micro_batch) if head is not None else 0.0
@@ -243,8 +245,8 @@ class Pace:
         )
 
     def _by_chunks(self, head: Head, micro_batch: int) -> float:
-        """Seconds that the loss in chunks takes more than as it is written: logits are computed once
-        more for backward in half precision, and for anything else that uses them."""
+        """Return the additional seconds of the loss in chunks: logits are computed once more for
+        backward in half precision, and for each other use."""
         if not head.is_left_out(micro_batch):
             return 0.0
         tokens = head.tokens * micro_batch
@@ -268,7 +270,8 @@ class Pace:
         states_on: StatesOn = "device",
         head: Head | None = None,
     ) -> StepSeconds:
-        """Seconds of a step of `num_samples` in micro-batches of at most `micro_batch`; see `micro`."""
+        """Return the seconds of a step of `num_samples` in micro-batches of at most `micro_batch`;
+        see `micro`."""
         offloaded = states_on == "host" and self.has_host
         whole, rest = divmod(num_samples, micro_batch)
         forward, backward, again = self.micro(micro_batch, recompute, head)
@@ -276,7 +279,7 @@ class Pace:
         first = whole * forward + last[0]
         if self._subject.is_encoded_first(micro_batch):
             first *= 2
-        # Of states in host memory: to the device, and back.
+        # States in host memory are copied to the device and back.
         crossing = 2 * bus_seconds(self._low.state_bytes, self._device) if offloaded else 0.0
         return StepSeconds(
             forward=first + self._compare_seconds,
@@ -287,7 +290,7 @@ class Pace:
         )
 
     def block_seconds(self, micro_batch: int) -> list[float]:
-        """Seconds to compute each block once more."""
+        """Return the seconds to recompute each block."""
         spent = [_Spent(0.0, _CHECKPOINT_SECONDS) for _ in self._subject.blocks]
         for (phase, block, _), seconds in self._places(micro_batch).items():
             if phase == "forward" and block >= 0:
@@ -295,12 +298,12 @@ class Pace:
         return [self._in_a_row(each) for each in spent]
 
     def block_bytes(self, micro_batch: int) -> list[float]:
-        """Bytes that each block keeps for backward."""
+        """Return the bytes that each block saves for backward."""
         ends = zip(self._low.kept_bytes, self._high.kept_bytes, strict=True)
         return [self._line(low, high, micro_batch) for low, high in ends]
 
     def _places(self, micro_batch: int) -> dict[_Place, _Spent]:
-        """What the operations of one micro-batch of that size take, by their places."""
+        """Return the seconds of the operations of one micro-batch of that size, by place."""
         found = self._memo.get(micro_batch)
         if found is None:
             found = self._memo[micro_batch] = {}
@@ -318,25 +321,25 @@ class Pace:
         return found
 
     def _line(self, at_low: float, at_high: float, micro_batch: int) -> float:
-        """The value at `micro_batch` of the line through those at the sizes that were traced; through
-        the origin where they are one."""
+        """Return the value at `micro_batch` on the line through the values at the two traced sizes,
+        or on the line through the origin if the sizes are equal."""
         low, high = self._low.micro_batch, self._high.micro_batch
         if high == low:
             return at_low * micro_batch / low
         return max(0.0, at_low + (at_high - at_low) * (micro_batch - low) / (high - low))
 
     def _again(self, places: dict[_Place, _Spent], forward: _Spent, recompute: Recompute) -> float:
-        """Seconds of what is computed a second time (and, as a tree, more often)."""
+        """Return the seconds of recompute, which in a tree repeats operations several times."""
         if not recompute.blocks:
             return 0.0
         names = self._subject.blocks
         if recompute.nested or "." in recompute.blocks:
-            # A tree over n layers computes each log2(n) times more.
+            # A tree over n layers recomputes each layer log2(n) times.
             levels = self._low.tree_levels if recompute.nested else 1
             return levels * self._in_a_row(forward + _checkpoints(max(1, len(names))))
         asked = set(recompute.blocks)
         numbers = {i for i, name in enumerate(names) if _named(name, asked)}
-        if not numbers:  # blocks of the user's own naming: as much of forward as there are names
+        if not numbers:  # blocks named by the user: a part of forward, by the number of names
             part = min(1.0, len(asked) / max(1, len(names) or len(asked)))
             return part * self._in_a_row(forward + _checkpoints(len(names)))
         again = _checkpoints(len(numbers) + NUM_TILES * len(recompute.tiled))
@@ -344,12 +347,12 @@ class Pace:
             kept = recompute.keep == "matmuls" and is_product
             if phase == "forward" and block in numbers and not kept:
                 again += spent
-                if recompute.tiled:  # in the second run of their block, and once more by themselves
+                if recompute.tiled:  # recomputed with their block, and once more on their own
                     again += spent.times(self._low.tiled_part)
         return self._in_a_row(again)
 
     def _in_a_row(self, spent: _Spent) -> float:
-        """Seconds of operations that are started one after the other."""
+        """Return the seconds of operations that are started one after the other."""
         return max(spent.work, spent.calls) if self._speeds.overlap else spent.work + spent.calls
 
     def _seconds_of(self, operations: Sequence[Operation]) -> float:
@@ -357,7 +360,7 @@ class Pace:
         return self._in_a_row(sum((self._spent(*each) for each in groups.items()), _Spent()))
 
     def _spent(self, group: _Group, amounts: _Amounts) -> _Spent:
-        """What operations of a group take."""
+        """Return the seconds of the operations of a group."""
         phase, _, _, dtype = group
         speeds = self._speeds
         seconds = amounts.num_bytes / speeds.memory
@@ -369,7 +372,7 @@ class Pace:
             seconds = max(seconds, amounts.flops / rate)
         calls = amounts.calls * speeds.call_seconds
         if phase == "update" and self._stands_in:
-            # CPU tensors stand for those of the device, on which optimizers take all at once.
+            # CPU tensors stand in for those of the device, where optimizers update all at once.
             return _Spent(seconds, calls / 16)
         kernels = amounts.count * _KERNEL_SECONDS if speeds.overlap else 0.0
         return _Spent(seconds + kernels, calls)
@@ -391,18 +394,19 @@ def _checkpoints(count: int) -> _Spent:
 
 
 def tabulated_link(device: Device) -> Link:
-    """What joins devices like `device`, where the ranks have not measured it: all on one machine."""
+    """Return the link between devices like `device` on one machine, for ranks that have not
+    measured it."""
     hop = _LATENCY_SECONDS.get(device.kind, _LATENCY_SECONDS["cuda"])
     return Link(bytes_per_second=device.rates.link_bytes, hop_seconds=hop)
 
 
 def bus_seconds(num_bytes: float, device: Device) -> float:
-    """Time for so many bytes to cross between host memory and `device`, one way."""
+    """Return the seconds to copy `num_bytes` between host memory and `device`, in one direction."""
     return num_bytes / _bus_bytes(device)
 
 
 def _bus_bytes(device: Device) -> float:
-    """Bytes per second between the host's memory and `device`, by the bus of its generation."""
+    """Return the bytes per second between host memory and `device`, by the generation of the bus."""
     major = device.capability.partition(".")[0]
     bus = _PCIE_BYTES.get(major, _PCIE_BYTES["9"] if major.isdigit() else _PCIE_BYTES["8"])
     return min(bus, device.rates.link_bytes)
@@ -411,14 +415,14 @@ def _bus_bytes(device: Device) -> float:
 def meeting_seconds(
     num_norms: int, num_passes: int, recompute: Recompute, link: Link | None, num_ranks: int
 ) -> float:
-    """Time of a step in which so many norms meet over ranks: forward, backward, and in what is
-    computed again. Where the ranks have measured their `link`, a meeting takes no less than its two
-    exchanges."""
+    """Return the time per step for `num_norms` norms to synchronize over ranks: in forward, in
+    backward, and in recompute. If the ranks have measured their `link`, a synchronization takes at
+    least as long as its two exchanges."""
     per_norm = 3 if recompute.blocks else 2
     own = 2 * link.seconds(0, num_ranks) if link is not None and link.measured else 0.0
     return per_norm * num_norms * num_passes * max(_MEETING_SECONDS, own)
 
 
 def _named(block: str, names: set[str]) -> bool:
-    """Whether `block` is one of `names`, or inside one."""
+    """Return whether `block` is one of `names`, or is inside one of them."""
     return any(fnmatchcase(block, name) or block.startswith(f"{name}.") for name in names)

@@ -1,8 +1,8 @@
 """Work: the operations of a step, each with its floating-point operations and its bytes.
 
-A second, lighter trace beside the one for memory. Operations of forward are credited to the block in
-which they ran, and what autograd keeps of each block is counted: what it costs to compute a block
-twice, and what it frees.
+A second trace, lighter than the one for memory. Operations of forward are attributed to the block
+in which they ran, and the memory that autograd saves for each block is counted: the cost of
+computing a block twice, and the memory that this frees.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _GATHERS = frozenset((
     "embedding", "embedding_dense_backward", "index", "index_put", "index_select", "gather", "scatter",
     "scatter_add", "index_add", "_unsafe_index_put", "index_put_", "_index_put_impl_", "take",
 ))  # fmt: skip
-"""Operations that touch as many rows of a table as they return, not all of it."""
+"""Operations that touch only as many rows of a table as they return."""
 
 _FREE = frozenset((
     "device", "detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias",
@@ -54,14 +54,14 @@ class Operation:
     """One operation at one micro-batch.
 
     Attributes:
-        name: as torch has it.
-        dtype: of its largest tensor, which says what arithmetic it is.
-        flops: floating-point operations of a product (of matrices, a convolution, attention); 0 where
-            only bytes count.
-        num_bytes: read and written.
+        name: its name in PyTorch.
+        dtype: dtype of its largest tensor, which determines its arithmetic.
+        flops: floating-point operations of a product (of matrices, a convolution, attention); 0
+            where only bytes count.
+        num_bytes: bytes read and written.
         phase: `"forward"`, `"backward"` or `"update"`.
         block: number of the block of the model in whose forward it ran, or -1.
-        num_tensors: results; a `foreach` operation has many.
+        num_tensors: number of results; a `foreach` operation has many.
     """
 
     name: str
@@ -76,7 +76,8 @@ class Operation:
 def operation_of(
     func: Any, args: tuple[Any, ...], kwargs: Any, result: Any, phase: str, block: int = -1
 ) -> Operation | None:
-    """What calling the aten overload `func` on fake tensors is, or None if it touches no bytes."""
+    """Return the operation of a call of the aten overload `func` on fake tensors, or None if it
+    touches no bytes."""
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     tensors = [*inputs, *outputs]
@@ -103,7 +104,7 @@ def operation_of(
 def _flops(func: Any, name: str, args: tuple[Any, ...], kwargs: Any, result: Any) -> float:
     is_backward = "backward" in name
     if "scaled_dot_product" in name:
-        # Two products in forward, five in backward, which computes the weights anew.
+        # Two products in forward, five in backward, which recomputes the weights.
         query, key = args[1:3] if is_backward else args[:2]
         return float((10 if is_backward else 4) * query.numel() * key.size(-2))
     in_place = getattr(torch.ops.aten, name.removesuffix("_"), None)
@@ -114,7 +115,7 @@ def _flops(func: Any, name: str, args: tuple[Any, ...], kwargs: Any, result: Any
         inputs, weight, recurrent = args[:3]
         both = weight.numel() + recurrent.numel()
         return (4.0 if is_backward else 2.0) * inputs.size(0) * inputs.size(1) * both
-    if name == "_grouped_mm":  # each row, or each column, meets the matrix of one group
+    if name == "_grouped_mm":  # each row or column is multiplied by one group's matrix
         left, right = args[0], args[1]
         rows = left[0] if left.dim() > right.dim() else left
         return 2.0 * rows.numel() * right.size(-1)
@@ -122,7 +123,7 @@ def _flops(func: Any, name: str, args: tuple[Any, ...], kwargs: Any, result: Any
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Of its numbers."""
+    """Return the bytes of the elements of `tensor`."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -131,16 +132,18 @@ class Work:
     """One micro-batch and one update, as operations in order.
 
     Attributes:
-        micro_batch: samples.
-        operations: of one micro-batch that adds to gradients, and of the update.
-        kept_bytes: of each block of the subject: storages made in it and saved for backward.
-        parameter_bytes: of what is trained: what ranks exchange.
-        saved_bytes: of what forward saves for backward, tensor by tensor: what would be moved to host
-            memory, were it not for small ones.
-        state_bytes: of what the optimizer remembers in the shapes of parameters.
-        tree_levels: how often a tree of checkpoints computes each layer of the longest chain again.
+        micro_batch: number of samples.
+        operations: operations of one micro-batch that adds to gradients, and of the update.
+        kept_bytes: for each block of the subject, bytes of storages created in it and saved for
+            backward.
+        parameter_bytes: bytes of the trained parameters, which ranks exchange.
+        saved_bytes: bytes that forward saves for backward, tensor by tensor. These would be moved
+            to host memory, except for small tensors.
+        state_bytes: bytes of the optimizer state that has the shapes of parameters.
+        tree_levels: number of times that a tree of checkpoints recomputes each layer of the longest
+            chain.
         tileable: names of MLPs that can run in tiles along the sequence, none inside another.
-        tiled_part: of the arithmetic in blocks, what those do.
+        tiled_part: fraction of the arithmetic in blocks that these MLPs perform.
     """
 
     micro_batch: int
@@ -155,7 +158,7 @@ class Work:
 
 
 def work_of(subject: Subject, choice: Choice, device: Device) -> Work:
-    """Trace one micro-batch of `choice`, nothing recomputed, and the update after it.
+    """Trace one micro-batch of `choice` without recompute, and the update after it.
 
     Raises whatever the model or loss raises on fake tensors.
     """
@@ -163,13 +166,14 @@ def work_of(subject: Subject, choice: Choice, device: Device) -> Work:
 
 
 class Counting:
-    """The work of `subject` on `device` under the precision of `choice`, at several micro-batches: the
-    model is built once, and the update is traced once.
+    """Counts the work of `subject` on `device` in the precision of `choice`, at several
+    micro-batches. The model is built once, and the update is traced once.
 
     Attributes:
-        target: the device of its tensors: a CPU stands for one that is not here.
-        update: how it is run: as takes least memory.
-        compares_parameters: a joint loss uses some of the model itself; known after `comparison`.
+        target: device of the tensors: a CPU stands in for a device that is not present.
+        update: how the update is run: in the way that takes the least memory.
+        compares_parameters: whether a joint loss uses parameters of the model itself; known after
+            `comparison`.
 
     Raises whatever the model or its optimizer raises on fake tensors.
     """
@@ -181,7 +185,7 @@ class Counting:
         self._fake = fake_mode()
         self._watch = Watch(self._fake, subject.op_cache)
         self._update: list[Operation] = []
-        self._encoded: Any = None  # of a joint loss, as the last pass encoded its samples
+        self._encoded: Any = None  # encodings of the last pass, for a joint loss
         plain = choice.model_copy(update={"recompute": Recompute(), "chunked_head": ""})
         layout = layout_on(device, subject)
         self._device = device
@@ -202,12 +206,12 @@ class Counting:
             self.fuses_divided: bool = fuses_divided(self._replica.optimizer)
             self._replica.updater.take(self.update)
             self._make_gradients()
-            self._apply()  # makes the optimizer's state
+            self._apply()  # creates the optimizer state
 
     def at(self, micro_batch: int) -> Work:
-        """The work of one micro-batch of that size. Where a module remembers what its first pass made,
-        that of a later one may be less: `Counting` anew tells. Raises whatever the model or loss
-        raises."""
+        """Return the work of one micro-batch of that size. If a module keeps what its first pass
+        creates, the work of a later pass may be less than that of the first; a new `Counting` shows
+        the first. Raises whatever the model or loss raises."""
         subject, watch, replica = self._subject, self._watch, self._replica
         watch.begin_anew()
         with self._fake, watch, laid_over(self._device):
@@ -246,8 +250,8 @@ class Counting:
         )
 
     def comparison(self) -> list[Operation]:
-        """Of a joint loss over all samples of a global batch, and of its gradient; after `at`. Raises
-        what the loss raises."""
+        """Return the operations of a joint loss over all samples of a global batch, and of its
+        gradient. Call after `at`. Raises whatever the loss raises."""
         number, watch = self._subject.compared, self._watch
         assert self._encoded is not None
         watch.begin_anew()
@@ -260,7 +264,8 @@ class Counting:
         return watch.operations
 
     def _blank(self, encoded: Any) -> Share:
-        """In place of its share of a comparison, which is the same for every micro-batch."""
+        """Return a placeholder for the share of a comparison, which is the same for every
+        micro-batch."""
         self._encoded = encoded
         phase, self._watch.phase = self._watch.phase, ""
         share = nobody(encoded)
@@ -273,7 +278,7 @@ class Counting:
 
     @property
     def can_part(self) -> bool:
-        """Whether parameters may be updated some at a time."""
+        """Whether the update can process some parameters at a time."""
         return can_part(self._replica.optimizer)
 
     def _apply(self) -> None:
@@ -282,11 +287,11 @@ class Counting:
         if not is_compiled(replica.optimizer):
             replica.apply()
             return
-        phase, watch.phase = watch.phase, ""  # compiled, it is one operation for each parameter
+        phase, watch.phase = watch.phase, ""  # compiled, one operation per parameter
         with uncompiled(replica.optimizer):
             replica.apply()
         if phase:
-            # Reads the gradient, reads and writes the others.
+            # The gradient is read; parameter and states are read and written.
             watch.operations += [
                 Operation(
                     name="update",
@@ -322,19 +327,19 @@ class Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and being skipped takes time at every operation
+        return False  # nothing is compiled here, and skipping takes time in every operation
 
     def begin_anew(self) -> None:
-        """Forget what was recorded."""
+        """Discard what was recorded."""
         self.phase: str = ""
         self.block: int = -1
-        self.mlps: list[str] = []  # that are running
-        self.unlike: set[str] = set()  # of those, what does not treat positions alike
-        self.widest: dict[str, int] = {}  # numbers in the largest product of each of those
+        self.mlps: list[str] = []  # currently running
+        self.unlike: set[str] = set()  # MLPs that do not treat positions alike
+        self.widest: dict[str, int] = {}  # MLP -> elements of its largest product
         self.operations: list[Operation] = []
 
     def begin(self, phase: str) -> None:
-        """From now on operations belong to `phase`."""
+        """Attribute the following operations to `phase`."""
         self.phase = phase
 
     def __torch_dispatch__(
@@ -342,7 +347,7 @@ class Watch(TorchDispatchMode):
     ) -> Any:
         """Run the operation on fake tensors and record it."""
         if has_parts(types):
-            return NotImplemented  # what it does to each of them passes by here next
+            return NotImplemented  # its operations on each part are dispatched here next
         if func is READ:
             return self._op_cache.number(args[0])
         kwargs = kwargs or {}
@@ -368,13 +373,13 @@ class Watch(TorchDispatchMode):
 
 
 class _Mlps:
-    """Sees which of the modules `names` treat the positions of a sequence alike, and are wider inside
-    than at their end, and what they do."""
+    """Detects which of the modules `names` treat the positions of a sequence alike and are wider
+    inside than at their output, and counts their arithmetic."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], watch: Watch) -> None:
         self._modules = {name: model.get_submodule(name) for name in names}
         self._watch = watch
-        self._done: dict[str, float] = {}  # arithmetic of those that were given a sequence
+        self._done: dict[str, float] = {}  # floating-point operations by module
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> None:
@@ -390,7 +395,7 @@ class _Mlps:
             handle.remove()
 
     def tileable(self) -> tuple[str, ...]:
-        """They, the outer ones."""
+        """Return the names of the MLPs that can run in tiles, without those inside another one."""
         found: list[str] = []
         for name in self._modules:
             inside = any(name.startswith(f"{outer}.") for outer in found)
@@ -399,7 +404,8 @@ class _Mlps:
         return tuple(found)
 
     def part(self, operations: Sequence[Operation]) -> float:
-        """Of the arithmetic in blocks among `operations`, what those do."""
+        """Return the fraction of the arithmetic in blocks, among `operations`, that the tileable
+        MLPs perform."""
         whole = sum(o.flops for o in operations if o.block >= 0)
         return sum(self._done[name] for name in self.tileable()) / whole if whole else 0.0
 
@@ -424,13 +430,13 @@ class _Mlps:
 
 
 class _Blocks:
-    """Sees in which block forward is, when backward begins, and what is saved for it."""
+    """Tracks the block in which forward is, the start of backward, and the tensors saved for it."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], watch: Watch) -> None:
         self._watch = watch
         self._blocks = [model.get_submodule(_path(name)) for name in names]
         self._made: dict[int, int] = {}  # storage -> the block that made it
-        self._held: list[Any] = []  # keeps those alive, so that their numbers are not used again
+        self._held: list[Any] = []  # keeps storages alive, so that their ids are not reused
         self._kept: dict[int, dict[int, int]] = {i: {} for i in range(len(names))}
         self._constants = {id(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())}
         self.saved_bytes: float = 0.0
@@ -452,7 +458,7 @@ class _Blocks:
         self._held.clear()
 
     def kept_bytes(self) -> tuple[float, ...]:
-        """Bytes of each block, in order."""
+        """Return the bytes that each block saves, in order."""
         return tuple(float(sum(kept.values())) for kept in self._kept.values())
 
     def _enter(self, number: int) -> Any:
@@ -481,6 +487,6 @@ class _Blocks:
         return tensor
 
     def _take(self, tensor: Tensor) -> Tensor:
-        self._watch.phase = "backward"  # the first to ask for what was saved
+        self._watch.phase = "backward"  # the first saved tensor is unpacked
         self._watch.block = -1
         return tensor

@@ -1,17 +1,18 @@
-"""What a sharded model takes on each rank, from the sizes of its blocks; sums that a rank holds.
+"""Memory of a sharded model on each rank, from the sizes of its blocks; sums that a rank holds.
 
-What is kept (weights, gradients, optimizer state) is divided by the number of ranks. What is gathered
-is not: it is that of a few blocks at a time, and follows from the order in which FSDP takes and frees
-buffers. That order is played through here, so blocks may be of any sizes:
+Kept tensors (weights, gradients, optimizer state) are divided by the number of ranks. Gathered
+tensors are not: they belong to a few blocks at a time, and their size follows from the order in
+which FSDP allocates and frees buffers. That order is simulated here, so blocks may have any size:
 
-    forward, per block    1 flat buffer, gathered     the one of the block before is still there
+    forward, per block    1 flat buffer, gathered     the buffer of the previous block still exists
                           2 weights, copied out       compute
                           3 weights freed             the flat buffer stays until step 2 of the next
-    backward, per block   1 flat buffer, gathered     the gradients of the block before are on their way
+    backward, per block   1 flat buffer, gathered     gradients of the previous block are being sent
                           2 weights; buffer freed     compute: weights and gradients
-                          3 gradients, flat           weights freed; added up; own part kept
+                          3 gradients, flat           weights freed; reduced; own part kept
 
-The root (what is in no block: embeddings, the head) is gathered all the time, its gradients too.
+The root (parameters outside of blocks: embeddings, the head) is gathered all the time, with its
+gradients.
 """
 
 from __future__ import annotations
@@ -30,25 +31,26 @@ from anybatch.plans import TaskIdentity
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Bytes of the weights of a model, as they are gathered: with the root, and with each block in the
-    order in which they run."""
+    """Bytes of the weights of a model by the group in which they are gathered: the root, and each
+    block in execution order."""
 
     root: int
     blocks: tuple[int, ...]
 
     @property
     def whole(self) -> int:
-        """All of them."""
+        """Bytes of all weights."""
         return self.root + sum(self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedBytes:
-    """What one rank holds, in bytes.
+    """Memory of one rank, in bytes.
 
     Attributes:
-        parameters, gradients, optimizer_state: its parts, kept.
-        forward, backward: most that is gathered at any moment of a pass, beside what is kept.
+        parameters, gradients, optimizer_state: the parts that the rank keeps.
+        forward, backward: maximum that is gathered at any moment of a pass, in addition to the kept
+            parts.
     """
 
     parameters: int
@@ -59,17 +61,17 @@ class ShardedBytes:
 
     @property
     def kept(self) -> int:
-        """Between two passes of a step."""
+        """Bytes held between two passes of a step."""
         return self.parameters + self.gradients + self.optimizer_state
 
     @property
     def peak(self) -> int:
-        """At the worst moment of a pass, without activations."""
+        """Bytes held at the peak of a pass, without activations."""
         return self.kept + max(self.forward, self.backward)
 
 
 def parts_of(model: nn.Module) -> Parts:
-    """How `model`, which may be fake, is gathered: as `parallel.Shard` does by default."""
+    """Return how `model`, which may be fake, is gathered by default in `parallel.Shard`."""
     sizes: list[int] = []
     seen: set[int] = set()
     sequence = isinstance(model, nn.Sequential)
@@ -94,21 +96,22 @@ def sharded_bytes(
     reduce_at_last: bool = False,
     offload: bool = False,
 ) -> ShardedBytes:
-    """What each of `ranks` ranks holds of a model.
+    """Return the memory of a model on each of `ranks` ranks.
 
     Args:
-        parts: of its weights, in the dtype in which they are kept.
-        ranks: that divide the model.
-        optimizer_state: bytes of it for the whole model.
-        copies_by_network: of a buffer, made while it crosses the network: 1 for gloo, 0 for NCCL.
+        parts: bytes of its weights, in the dtype in which they are kept.
+        ranks: number of ranks that divide the model.
+        optimizer_state: bytes of the optimizer state of the whole model.
+        copies_by_network: number of copies of a buffer made while it is sent: 1 for gloo, 0 for
+            NCCL.
         prefetch: whether backward gathers the next block while it computes (on CUDA).
         reduce_at_last: whether gradients are kept whole until the last pass of a step.
-        offload: whether what is kept lies in host memory; of whole gradients, which no pass has added
-            up yet, nothing does.
+        offload: whether kept tensors are in host memory. Whole gradients, which have not been
+            reduced yet, stay on the device.
     """
     gathered, root = parts.blocks, parts.root
     kept = 0 if offload else 1
-    # On its way to and from the host a rank's part of the largest group is on the device.
+    # In transfers to and from the host, a rank's part of the largest group is on the device.
     crossing = 0 if kept else 2 * _part(max(root, *gathered, 0), ranks)
     return ShardedBytes(
         parameters=kept * _part(parts.whole, ranks),
@@ -123,21 +126,21 @@ def sharded_bytes(
 
 
 STATE = ("parameters", "gradients", "optimizer state")
-"""The kinds of bytes that are divided."""
+"""The kinds of bytes that are divided over ranks."""
 
 GATHERED = "gathered weights and gradients"
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """A model divided over ranks, for an estimate that was made of the whole.
+    """Division of a model over ranks, applied to an estimate of the whole model.
 
     Attributes:
-        parts: of its weights.
-        ranks: that divide it: one group of them, where several groups replicate each other.
-        by_gloo: between CPU ranks, whose network copies what crosses.
-        reduce_at_last: gradients are kept whole until the last pass of a step.
-        offload: what is kept lies in host memory.
+        parts: bytes of its weights.
+        ranks: number of ranks that divide it; if several groups replicate each other, of one group.
+        by_gloo: whether the ranks are on CPUs, whose network copies what it sends.
+        reduce_at_last: whether gradients are kept whole until the last pass of a step.
+        offload: whether kept tensors are in host memory.
     """
 
     parts: Parts
@@ -147,9 +150,9 @@ class Division:
     offload: bool = False
 
     def divided(self, num_bytes: int, by_kind: dict[str, int]) -> tuple[int, dict[str, int]]:
-        """A peak of one rank from that of the whole model: the state is a part of it, and the weights
-        and gradients that are gathered at a time come to it. As if they were at their most when the
-        activations are, so it is rather too much."""
+        """Return the peak of one rank, and its bytes by kind, from those of the whole model: the
+        state is divided, and the weights and gradients that are gathered at a time are added. They
+        are assumed to peak at the same time as the activations, so the result is rather too high."""
         whole = sum(by_kind.get(kind, 0) for kind in STATE)
         here = sharded_bytes(
             self.parts,
@@ -184,21 +187,21 @@ def _forward(root: int, blocks: Sequence[int], copies: int) -> int:
 def _backward(
     root: int, blocks: Sequence[int], parts: Parts, ranks: int, copies: int, prefetch: bool
 ) -> int:
-    held = root + root  # its weights and its gradients
+    held = root + root  # weights and gradients of the root
     most = held
-    leaving = 0  # flat gradients of the block before, until the next ones are flattened
+    leaving = 0  # flat gradients of the previous block, until the next are flattened
     for number in reversed(range(len(blocks))):
         block, flat = blocks[number], parts.blocks[number]
         ahead = blocks[number - 1] if prefetch and number else 0
         gathering = leaving + block + max(block, copies * block)
         computing = leaving + block + block + ahead
-        # Fetched ahead while the weights of this block are there, and nothing of its gradients.
+        # Prefetched while the weights of this block exist, but none of its gradients.
         fetching = leaving + block + ahead + copies * ahead
         flattening = block + flat + ahead
         adding_up = flat + copies * flat + _part(flat, ranks) + ahead
         most = max(most, held + max(gathering, computing, fetching, flattening, adding_up))
         leaving = flat
-    # At the end its weights are gone, and its gradients are flattened and added up.
+    # At the end the weights of the root are freed, and its gradients are flattened and reduced.
     ending = max(root + parts.root, (1 + copies) * parts.root + _part(parts.root, ranks))
     return max(most, ending)
 
@@ -213,12 +216,12 @@ def _own(module: nn.Module) -> list[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Of the rank that holds most, in any step.
+    """Gradient sums on the rank that holds the most, in any step.
 
     Attributes:
-        kept: sums as large as all gradients that wait while others are computed.
-        slots: sums that a rank tells the others, at the most.
-        num_ranks: of all.
+        kept: number of sums, each as large as all gradients, that wait while others are computed.
+        slots: maximum number of sums that one rank sends to the others.
+        num_ranks: number of all ranks.
     """
 
     kept: int
@@ -226,7 +229,7 @@ class Sums:
     num_ranks: int
 
     def held(self, flats: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Tensors as large as what is held beside the buckets `flats`."""
+        """Yield tensors as large as those held in addition to the buckets `flats`."""
         for _ in range(self.kept):
             yield from (flat.new_empty(len(flat)) for flat in flats)
         if self.num_ranks > 1:
@@ -237,7 +240,8 @@ class Sums:
 
 
 def sums_of(identity: TaskIdentity, shares: tuple[float, ...]) -> Sums | None:
-    """Of a reproducible run on ranks with `shares`; None: it is not one."""
+    """Return the sums of a reproducible run on ranks with `shares`, or None if it is not
+    reproducible."""
     if identity.num_parts is None:
         return None
     waiting = Waiting.of(identity.num_parts, shares)

@@ -1,10 +1,11 @@
-"""Stage: a model and its optimizer on fake tensors, with one update behind them, where steps begin.
+"""Stage: a model and its optimizer on fake tensors after one update, from which steps are traced.
 
-To build a model and to make its optimizer's state takes long, and is the same for every micro-batch and
-every way to recompute. So it is done once, and steps are traced one after the other, as in a run: each
-begins where the one before it began, as long as a step leaves nothing behind and frees nothing that was
-there. Where that does not hold (a module keeps a table that its first pass made, say), steps are traced
-from the beginning, each on a stage of its own.
+Building a model and creating its optimizer state takes long, and is the same for every micro-batch
+and every recompute setting. So it is done once, and steps are traced one after the other, as in a
+run. Each step begins in the state in which the previous one began, as long as a step leaves nothing
+behind and frees nothing that existed before it. If that does not hold (for example, because a
+module keeps a table that its first pass creates), each step is traced from the beginning on its own
+stage.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from anybatch.task import parameters_in
 
 
 def trace_step(subject: Subject, choice: Choice, device: Device) -> Traced:
-    """Trace an update that makes the optimizer's state, and then a step of at most two micro-batches.
+    """Trace an update that creates the optimizer state, and then a step of at most two
+    micro-batches.
 
     Raises whatever the model or loss raises on fake tensors.
     """
@@ -49,16 +51,16 @@ def trace_step(subject: Subject, choice: Choice, device: Device) -> Traced:
 
 
 def trace_evaluation(subject: Subject, choice: Choice, device: Device) -> Traced:
-    """Trace an update that makes the optimizer's state, and then two batches of evaluation. Raises as
-    `trace_step` does."""
+    """Trace an update that creates the optimizer state, and then two batches of evaluation. Raises
+    as `trace_step` does."""
     return subject.following(device, lambda on: _on_stage(Stage.evaluation, subject, choice, on))
 
 
 def num_traced(subject: Subject, choice: Choice) -> int:
-    """Micro-batches that show all there is to see: the second one adds to gradients."""
+    """Return the number of micro-batches that need to be traced: a second one adds to gradients."""
     alike = (
         subject.identity.longest is None
-    )  # else another global batch may take more than the mean
+    )  # otherwise another global batch may take more than the mean
     return 1 if alike and choice.micro_batch >= subject.whole else 2
 
 
@@ -71,21 +73,22 @@ def _on_stage(
         try:
             return trace(known, choice)
         except Exception:
-            # It is spoilt, but what raised may not raise under other choices.
+            # The stage cannot be used again, but the error may not occur under other choices.
             del subject.stages[key]
             raise
     stage = Stage(subject, choice, device)
     traced = trace(stage, choice)
-    if known is None:  # one that cannot be used again stays, so that no other takes its place
+    if known is None:  # one that is not reusable stays, so that no other replaces it
         subject.stages[key] = stage
     return traced
 
 
 class Stage:
-    """See the module. A stage serves any way to recompute and any sizes of batches.
+    """Model and optimizer from which steps are traced; see the module. A stage serves any recompute
+    setting and any batch size.
 
     Attributes:
-        reusable: whether what was traced so far has left it as it was.
+        reusable: whether the traces so far have left the stage unchanged.
 
     Raises whatever the model or its optimizer raises on fake tensors.
     """
@@ -117,11 +120,11 @@ class Stage:
 
     @property
     def model(self) -> nn.Module:
-        """On fake tensors, in the precision of the plan."""
+        """The model on fake tensors, in the precision of the plan."""
         return self._replica.model
 
     def step(self, choice: Choice) -> Traced:
-        """A step of at most two micro-batches and its update."""
+        """Trace a step of at most two micro-batches and its update."""
         count = num_traced(self._subject, choice)
         step = self._begin()
         with self._open():
@@ -136,7 +139,7 @@ class Stage:
         return self._ended(step, growth(step, begun), count)
 
     def evaluation(self, choice: Choice) -> Traced:
-        """Two batches of evaluation."""
+        """Trace two batches of evaluation."""
         size = choice.evaluation_batch
         model = self._replica.model
         step = self._begin()
@@ -152,7 +155,7 @@ class Stage:
             self._replica.switch(self._plain)
         return self._ended(step, 0, count=2)
 
-    # ------------------------------------------------------------------------------ what is traced
+    # ------------------------------------------------------------------------------------- tracing
 
     @contextmanager
     def _open(self) -> Iterator[None]:
@@ -160,7 +163,8 @@ class Stage:
             yield
 
     def _begin(self) -> Timeline:
-        """A timeline that goes on where the head ends. Until all went well the stage is spoilt."""
+        """Return a timeline that continues the head. The stage is not reusable until the trace has
+        succeeded."""
         self.reusable = False
         self._first = None
         timeline = Timeline(num_moments=self._head.num_moments)
@@ -178,7 +182,8 @@ class Stage:
             del batch
 
     def _ask(self, size: int, cut: Sequence[int]) -> Ask | None:
-        """Whom passes over `size` samples have to ask, as in `engine.joint`."""
+        """Return the function from which passes over `size` samples request their share, as in
+        `engine.joint`, or None."""
         if not self._subject.is_encoded_first(size):
             several = self._subject.compared > size
             return (lambda encoded: self._compared(encoded).share(0, size)) if several else None
@@ -190,12 +195,12 @@ class Stage:
         return lambda _: share
 
     def _compared(self, encoded: Any) -> Comparison:
-        """A comparison of all samples, which are as some are `encoded`."""
+        """Return a comparison of all samples, whose encodings are like `encoded`."""
         number = self._subject.compared
         return self._replica.compare(rows_like(encoded, number), number)
 
     def _evaluate_together(self, size: int) -> None:
-        """Batches are encoded, and then compared; what they become waits on the host."""
+        """Encode the batches, then compare them; the encodings wait on the host."""
         encoded = None
         for batch in self._batches(size, 2):
             encoded = self._replica.encode(batch, size)
@@ -205,8 +210,8 @@ class Stage:
         self._replica.compare_held_out(rows_like(encoded, number), number)
 
     def _batches(self, size: int, count: int) -> Iterator[Any]:
-        """The batches, each of which comes before the one before it is gone, as in a run on CUDA
-        (`data.prefetch`)."""
+        """Yield the batches. As in a run on CUDA (`data.prefetch`), each batch is created before
+        the previous one is freed; on a CPU, after it."""
         batch = None
         for _ in range(count):
             if self._device.kind == "cpu":
@@ -221,7 +226,7 @@ class Stage:
         self._replica.finish(2.0, self._subject.clip_norm)
         optimizer = self._replica.optimizer
         if is_compiled(optimizer):
-            # Compiled, it updates parameters one by one, and both states in float32.
+            # A compiled optimizer updates parameters one by one, and both states in float32.
             sizes = [param.numel() for param in parameters_in(optimizer.param_groups)]
             scratch = 2 * 4 * max(sizes, default=0)
             with uncompiled(optimizer), self._tracer.as_kernel("update", scratch):
@@ -236,7 +241,7 @@ class Stage:
         self._leave_out_states_on_host()
 
     def _leave_out_states_on_host(self) -> None:
-        """Bytes are those of the device."""
+        """Exclude optimizer states in host memory, since bytes are those of the device."""
         if self._replica.updater.states_on == "host" and self._device.kind == "cuda":
             for param, state in self._replica.optimizer.state.items():
                 for value in state.values():
@@ -245,18 +250,18 @@ class Stage:
 
     def _make_gradients(self) -> None:
         if self._subject.flat:
-            return  # they are there from the start
+            return  # gradients exist from the start
         for param in self._replica.parameters:
             param.grad = torch.empty_like(param)
             self._tracer.see(param.grad, "gradients", self._owners.get(param, ""))
 
     def _ended(self, step: Timeline, commit: int, count: int) -> Traced:
-        """The head and `step` in a row."""
+        """Return the trace of the head followed by `step`."""
         alive = any(block.died is None for block in step.blocks)
         self.reusable = not (alive or self._tracer.disturbed)
         blocks = [*self._head.blocks, *step.blocks]
         if not self.reusable:
-            # Copied as they are now: what the loss or a module keeps is freed once the trace is over.
+            # Copied now: tensors kept by the loss or by a module are freed after the trace.
             blocks = [replace(block) for block in (*self._live, *step.blocks)]
         timeline = Timeline(
             blocks,
@@ -282,15 +287,15 @@ class Stage:
 _MOST_GHOSTS = 4
 
 Owners = dict[torch.Tensor, str]
-"""Names of the modules that parameters belong to, the first where several share one."""
+"""Names of the modules that own parameters; for a shared parameter, the first module."""
 
 
 def set_up(
     subject: Subject, choice: Choice, device: Device, tracer: Tracer, layout: KernelChoices
 ) -> tuple[Replica, Owners, list[torch.Tensor]]:
-    """The replica of `choice`, its images in `layout`, with the names of the modules that its
-    parameters belong to, and the copies of its buffers that are kept for putting back. All of them are
-    known to `tracer`; called while it records."""
+    """Return the replica of `choice` with images in `layout`, the names of the modules that own its
+    parameters, and the copies of its buffers that are kept to restore them. All of them are
+    registered with `tracer`. Called while `tracer` records."""
     target = fake_device(device)
     with target:
         model: nn.Module = subject.build_model()
@@ -322,14 +327,14 @@ def set_up(
         choice,
         target,
         subject.whole,
-        # Whether a gradient overflowed has no answer here, and the scaler's own bytes are few.
+        # Gradient overflow cannot be checked here, and the scaler itself takes few bytes.
         loss_scaling=False,
         kernels=layout,
         host=torch.device("meta") if device.kind == "cuda" else None,
     )
     if subject.division is not None:
         check_whole(replica.optimizer)
-    copies: list[torch.Tensor] = []  # of buffers, kept for putting back, and of gradients
+    copies: list[torch.Tensor] = []  # of buffers, kept to restore them, and of gradients
     if subject.flat:
         buckets = replica.flatten()
         for flat in buckets.flats:
@@ -338,7 +343,7 @@ def set_up(
             copies.append(held)
             tracer.see(held, "gradients")
         buckets.attach()
-    # Where the optimizer works on float32 copies, they stand in the places of what they are copies of.
+    # Float32 copies on which the optimizer works belong to the same modules as the originals.
     for copied, param in zip(trained, replica.parameters, strict=True):
         owners.setdefault(param, owners.get(copied, ""))
     for param, owner in owners.items():
@@ -350,7 +355,7 @@ def set_up(
 
 
 def parts_of_model(model: nn.Module, owners: Owners) -> dict[str, Part]:
-    """The modules of `model` by name, in order of definition."""
+    """Return the modules of `model` by name, in order of definition."""
     numbers: Counter[str] = Counter()
     for param, owner in owners.items():
         numbers[owner] += param.numel()
@@ -361,7 +366,7 @@ def parts_of_model(model: nn.Module, owners: Owners) -> dict[str, Part]:
 
 
 def bucketed_bytes(replica: Replica, owners: Owners) -> dict[str, int]:
-    """Bytes of gradients by module, of a replica whose gradients are in buckets."""
+    """Return the bytes of gradients by module, for a replica whose gradients are in buckets."""
     sizes: Counter[str] = Counter()
     for param in replica.parameters:
         if param.grad is not None:
@@ -370,7 +375,8 @@ def bucketed_bytes(replica: Replica, owners: Owners) -> dict[str, int]:
 
 
 def cut_of(subject: Subject, num_samples: int) -> list[int]:
-    """Ghost batches for a trace: at most a few, since tracing each takes time."""
+    """Return the sizes of the ghost batches of a trace: at most a few, since tracing each takes
+    time."""
     size = subject.identity.ghost_batch
     if not size:
         return []
@@ -381,19 +387,19 @@ def cut_of(subject: Subject, num_samples: int) -> list[int]:
 
 
 def fake_device(device: Device) -> torch.device:
-    """The device of the fake tensors: the real one where it is present. Fake CUDA tensors do not carry
-    through a backward pass on a machine without CUDA, so there the trace is one of CPU tensors, with
-    CUDA's rules laid over it."""
+    """Return the device of the fake tensors: the real device if it is present. Fake CUDA tensors do
+    not support a backward pass on a machine without CUDA, so there the trace uses CPU tensors with
+    CUDA semantics; see `cuda`."""
     return torch.device("cpu" if is_overlaid(device) else device.torch_name)
 
 
 def kernels_on(device: Device) -> Kernels:
-    """The memory that kernels of `device` take."""
+    """Return the model of the memory that kernels of `device` take."""
     return CpuKernels() if device.kind == "cpu" else CudaKernels(resident_threads(device))
 
 
 def growth(timeline: Timeline, start: int) -> int:
-    """The most bytes alive at once from `start` on, beyond those alive at `start`."""
+    """Return the maximum bytes alive at once after `start`, beyond those alive at `start`."""
     changes: Counter[int] = Counter()
     for block in timeline.blocks:
         if block.born > start:

@@ -1,7 +1,7 @@
-"""Subject: a task made ready to be traced, without data and weights of its own.
+"""Subject: a task prepared for tracing, without its data and weights.
 
-The model is built on fake tensors where the task builds it and they allow it, or copied onto them; a
-batch of any size is made from the shape of a few real samples.
+The model is built on fake tensors if the task builds it and this is possible; otherwise it is
+copied onto fake tensors. A batch of any size is created from the shapes of a few real samples.
 """
 
 from __future__ import annotations
@@ -55,38 +55,39 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Subject:
-    """What a trace needs of a task.
+    """Everything that a trace needs of a task.
 
     Attributes:
-        identity: by which plans recognise the task.
-        build_model: makes the model on fake tensors, in the modes it is trained in; called inside a
-            trace.
-        make_optimizer: fake model to optimizer.
+        identity: identity by which plans recognize the task.
+        build_model: builds the model on fake tensors, in the modes in which it is trained; called
+            inside a trace.
+        make_optimizer: creates the optimizer of a fake model.
         loss: the task's loss.
-        users: what else of the user's code runs in traces, besides the model's own state.
-        template: a small batch as `collate` makes it.
-        num_valid: samples to evaluate; 0: none; None: a stream.
+        users: other user code that runs in traces, besides the model's own state.
+        template: a small batch as `collate` returns it.
+        num_valid: number of samples to evaluate; 0: none; None: a stream.
         clip_norm: see `Task`.
-        blocks, chains: names of what can be recomputed block by block, and as a tree.
-        mlps: names of what may be an MLP inside of a block.
-        flat: gradients are kept in buckets, for several ranks.
-        sums: what is held of gradients beside the buckets of a reproducible run, or None.
-        division: how the model is divided over ranks, or None.
-        depends: sentences on what in the model depends on how a step is cut.
-        long: the longest sample, and how lengths are spread, in words; empty: they are alike.
-        samples: what they take beside their batches.
-        compared: samples of all ranks, whose encodings a joint loss compares in a step; 0: the loss is
-            a sum over samples.
+        blocks, chains: names of modules that can be recomputed block by block, and as a tree.
+        mlps: names of modules that may be an MLP inside a block.
+        flat: whether gradients are kept in buckets, for several ranks.
+        sums: gradient sums held in addition to the buckets in a reproducible run, or None.
+        division: division of the model over ranks, or None.
+        depends: sentences on parts of the model that depend on how a step is cut.
+        long: the longest sample, and the distribution of lengths, in words; empty: samples are
+            alike.
+        samples: memory of the samples in addition to their batches.
+        compared: number of samples of all ranks whose encodings a joint loss compares in a step; 0:
+            the loss is a sum over samples.
         written: names of buffers, except those of BatchNorm, that traced passes wrote to.
-        compiled: the user has compiled the model, or a part of it.
-        uneven: samples that were looked at, of which the largest stand for all, where samples differ in
-            size and no lengths are given; else 0.
-        families: traces made so far, so that none is made twice.
-        stages: what they were made on; see `stage`.
-        heads: layers that make the logits, by precision and device; see `head`.
-        convolutions: what the model has of them, once it is known; see `layout`.
-        stood_for: CUDA devices that are here and whose traces are of CPU tensors all the same.
-        op_cache: results of operations, for all of them.
+        compiled: whether the user has compiled the model, or a part of it.
+        uneven: number of samples that were inspected, of which the largest represent all, if
+            samples differ in size and no lengths are given; otherwise 0.
+        families: traces made so far, so that none is repeated.
+        stages: stages of these traces; see `stage`.
+        heads: layers that compute the logits, by precision and device; see `head`.
+        convolutions: convolutions of the model, once they are known; see `layout`.
+        stood_for: CUDA devices that are present, but whose traces use CPU tensors.
+        op_cache: results of operations, shared by all traces.
     """
 
     identity: TaskIdentity
@@ -119,33 +120,35 @@ class Subject:
 
     @property
     def whole(self) -> int:
-        """Samples of a step: of a full one, or as many of the longest as have a mean one's size."""
+        """Number of samples in a full step, or number of samples of maximum length that have the
+        size of a mean step."""
         return min(self.identity.padded or self.identity.global_batch, self.identity.global_batch)
 
     @property
     def speaks(self) -> bool:
-        """Whether it is one of several processes, which tell each other gradients or weights."""
+        """Whether several processes run the task, and exchange gradients or weights."""
         alone = self.sums is not None and self.sums.num_ranks == 1
         return self.division is not None or (self.flat and not alone)
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What traces took for granted of numbers on which shapes depend, in sentences."""
+        """Assumptions of the traces on values that shapes depend on, in sentences."""
         return self.op_cache.values.notices if self.op_cache.values is not None else ()
 
     def as_traced(self, device: Device) -> Device:
-        """`device`, as if it were not here if it is one that the task's fake tensors cannot be on."""
+        """Return `device`, marked as not present if the task's fake tensors cannot be on it."""
         return replace(device, present=False) if device in self.stood_for else device
 
     def is_encoded_first(self, micro_batch: int) -> bool:
-        """Whether a joint loss has a rank encode its samples before it computes with them: where they
-        are more than one micro-batch, or ranks that meet inside passes would wait there."""
+        """Return whether a rank encodes its samples for a joint loss before it computes with them.
+        This is so if they are more than one micro-batch, or if ranks synchronize inside passes and
+        would block there."""
         return self.compared > 0 and (micro_batch < self.whole or self.division is not None)
 
     def following(self, device: Device, trace: Callable[[Device], T]) -> T:
-        """What `trace` of a device returns, for `device` as it can be traced: what cannot be done
-        with fake tensors of CUDA (torch lays the weights of recurrent layers together, by their
-        addresses) is done with those of a CPU. Raises what `trace` raises."""
+        """Return the result of `trace` for `device`. If that fails with fake CUDA tensors, CPU
+        tensors are used instead: PyTorch flattens the weights of recurrent layers by their
+        addresses, for example. Raises whatever `trace` raises."""
         device = self.as_traced(device)
         try:
             with without_addresses():
@@ -159,8 +162,8 @@ class Subject:
         return found
 
     def followed(self, trace: Callable[[], T]) -> T:
-        """What `trace` returns; where shapes depend on numbers that it does not know, it is made again,
-        and they are followed from then on. Whatever the loss keeps between calls is as before."""
+        """Return the result of `trace`. If shapes depend on unknown values, the trace is repeated,
+        and values are tracked from then on. State that the loss keeps between calls is restored."""
         try:
             with self._alone():
                 return trace()
@@ -174,8 +177,8 @@ class Subject:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Around a trace: hooks on the steps of all optimizers are not called, and what the user's code
-        keeps between calls is as before."""
+        """Context manager for a trace: global hooks on optimizer steps are not called, and state
+        that the user's code keeps between calls is restored."""
         for_all: Any = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
         before = [dict(hooks) for hooks in for_all]
         with untouched(self.loss, *self.users):
@@ -188,8 +191,8 @@ class Subject:
                     hooks.update(own)
 
     def batch(self, num_samples: int, device: torch.device) -> Any:
-        """A batch of so many samples on fake tensors; called inside a trace. Where samples differ in
-        length, they are the longest."""
+        """Return a batch of `num_samples` samples on fake tensors; called inside a trace. If
+        samples differ in length, they have the maximum length."""
 
         def place(leaf: Any) -> Any:
             return leaf.to(device) if isinstance(leaf, Tensor) else leaf
@@ -198,11 +201,11 @@ class Subject:
 
 
 def subject_of(task: Task) -> Subject:
-    """The subject of `task`. A task that builds its model is not made to build it for real, unless
-    that cannot be done on fake tensors (it looks at the values of its weights, say).
+    """Return the subject of `task`. If the task builds its model, it is not built for real unless
+    it cannot be built on fake tensors (because it reads the values of its weights, for example).
 
-    Raises `DataError` if the first samples cannot be read or collated, `InputError` if the model has
-    nothing to train, and whatever the model function raises.
+    Raises `DataError` if the first samples cannot be read or collated, `InputError` if the model
+    has nothing to train, and whatever the model function raises.
     """
     source = task.model
     op_cache = FakeOpCache()
@@ -214,8 +217,8 @@ def subject_of(task: Task) -> Subject:
         def on_fake_tensors() -> nn.Module:
             with converting_fake_modules() as real:
                 made = task.checked_model(source())
-                # A function that reads weights from a file returns real ones; those that it converted
-                # are put back, perhaps in a module that others use.
+                # A function that reads weights from a file returns real tensors. Those that it
+                # converted are put back, possibly in a module that other code uses.
                 return _unknown(made) if _is_fake(made) and not real else fake_copy(made)
 
         build = on_fake_tensors
@@ -244,7 +247,7 @@ def subject_of(task: Task) -> Subject:
         clip_norm=task.clip_norm,
         blocks=blocks,
         chains=tuple(find_chains(model)),
-        # Sums over tiles round otherwise, so a reproducible run has none.
+        # Sums over tiles round differently, so a reproducible run has no tiles.
         mlps=() if task.grains else tuple(find_mlps(model, blocks)),
         op_cache=op_cache,
         long=_told_lengths(task),
@@ -257,9 +260,10 @@ def subject_of(task: Task) -> Subject:
 
 
 def identify(task: Task, model: nn.Module) -> TaskIdentity:
-    """What a plan must agree with to be one for `task`.
+    """Return the identity that a plan for `task` must match.
 
-    Raises `InputError` if the model has nothing to train, or the task's grains would cut ghost batches.
+    Raises `InputError` if the model has nothing to train, or the task's grains would cut ghost
+    batches.
     """
     trainable = list(parameters_in(task.parameters_of(model)))
     lengths = lengths_of(task.lengths, task.train, "training")
@@ -281,7 +285,8 @@ def identify(task: Task, model: nn.Module) -> TaskIdentity:
 
 
 def dtypes_of(model: nn.Module) -> tuple[str, ...]:
-    """The dtypes of the floating parameters of `model`, as torch names them, each once."""
+    """Return the distinct dtypes of the floating-point parameters of `model`, by their PyTorch
+    names."""
     found = {
         str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()
     }
@@ -289,19 +294,20 @@ def dtypes_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def ghost_batch_of(task: Task, model: nn.Module) -> int | None:
-    """Samples per ghost batch of BatchNorm, or None for a model without BatchNorm that is trained."""
+    """Return the samples per ghost batch of BatchNorm, or None for a model without BatchNorm that
+    is trained."""
     if not cut_norms(model):
         return None
     return task.ghost_batch or DEFAULT_GHOST_BATCH
 
 
 def fake_copy(model: nn.Module) -> nn.Module:
-    """A copy of `model` whose parameters and buffers are fake, on the default device; called inside a
-    trace (elsewhere they are empty).
+    """Return a copy of `model` whose parameters and buffers are fake, on the default device. Called
+    inside a trace; outside of one, they are empty.
 
-    Nothing is allocated: the copy is given empty tensors where it would copy real ones.
+    Nothing is allocated: the copy receives empty tensors instead of copies of real ones.
 
-    Raises `TypeError` for what torch.jit has compiled, whose copies have parameters of their own.
+    Raises `TypeError` for modules compiled by torch.jit, whose copies have their own parameters.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -320,7 +326,7 @@ def fake_copy(model: nn.Module) -> nn.Module:
 
 
 def _without_values(model: nn.Module) -> nn.Module:
-    """`model` on the meta device, where it takes no memory, to be copied onto fake tensors."""
+    """Return `model` on the meta device, where it takes no memory, to be copied onto fake tensors."""
     with torch.device("meta"):
         return fake_copy(model)
 
@@ -330,8 +336,9 @@ def _num_valid(task: Task) -> int | None:
 
 
 def _unknown(model: nn.Module) -> nn.Module:
-    """`model`, on fake tensors, without the values that these remember of parameters that were made of
-    numbers (`torch.tensor(2.0)`): training changes them, and they keep the dtype that they came in."""
+    """Return `model`, on fake tensors, without the values that these keep for parameters created
+    from numbers (`torch.tensor(2.0)`): training changes the values. The parameters keep their
+    dtype."""
     for param in model.parameters():
         if isinstance(param, FakeTensor):
             param.constant = None

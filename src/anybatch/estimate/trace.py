@@ -1,17 +1,17 @@
-"""Trace: what a piece of torch code would allocate, free and compute, found without running it.
+"""Trace: what PyTorch code would allocate, free and compute, determined without running it.
 
-The code runs on fake tensors (shapes, dtypes and devices, no memory), and every operation passes by
-here. A storage is alive from the operation that made it until the last tensor on it is gone, exactly
-as in the real run, so the timeline of live bytes is that of the real run, before the allocator's
-rounding. Operations are counted too: floating-point operations and bytes moved, for a first estimate
-of time.
+The code runs on fake tensors (shapes, dtypes and devices, no memory), and the tracer sees every
+operation. A storage is alive from the operation that creates it until the last tensor on it is
+freed, exactly as in the real run, so the timeline of live bytes is that of the real run, before the
+allocator's rounding. Floating-point operations and bytes moved, for an estimate of time, are
+counted by another trace: see `seconds_work`.
 
-Whose an operation is, is seen in forward by the module that runs. In backward torch knows the node of
-the graph, and the node's number leads back to the operation that made it.
+In forward, an operation belongs to the module that runs. In backward, PyTorch provides the node of
+the graph, and its sequence number leads to the module whose operation created it.
 
-Reading a value has no answer on fake tensors. A loss or an optimizer that asks for one is told 1, so
-code that only counts or logs goes on; code that branches on data takes one branch. Where shapes depend
-on numbers, these are followed: see `data_dependent_shapes`.
+Fake tensors have no values to read. A loss or an optimizer that reads one gets 1, so code that only
+counts or logs continues, and code that branches on data takes one branch. If shapes depend on
+values, these are tracked: see `data_dependent_shapes`.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ _CAST: Any = _aten._to_copy.default
 _HALF = (torch.bfloat16, torch.float16)
 
 CASTS = "weights in half precision"
-"""The kind of autocast's copies of weights."""
+"""Kind of the copies of weights that autocast creates."""
 
 
 SCRATCH = "kernels' scratch"
-"""The kind of what is taken and given back inside one operation."""
+"""Kind of memory that is allocated and freed within one operation."""
 
 COPIED = "input"
-"""The phase in which batches come to the device."""
+"""Phase in which batches are copied to the device."""
 
 
 @dataclass(slots=True)
 class Block:
-    """One storage: `num_bytes` alive from moment `born` to moment `died`, both included (None: to the
-    end).
+    """One storage: `num_bytes` that are alive from moment `born` to moment `died`, both included
+    (None: to the end).
 
     Attributes:
-        phase: of the trace, when it was born.
-        kind: what it was said to hold; empty: nothing was said.
-        module: name of the module whose operation made it, or that it is a parameter of.
-        item_bytes: of one number in the tensor that came with it.
+        phase: phase of the trace at moment `born`.
+        kind: kind of the content; empty if it is not known.
+        module: name of the module whose operation created it, or whose parameter it is.
+        item_bytes: element size of the tensor with which it was first seen.
     """
 
     num_bytes: int
@@ -76,13 +76,13 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation, at the moment of its place in `Timeline.operations`, counted from 1.
+    """One operation. Its moment is its position in `Timeline.operations`, counted from 1.
 
     Attributes:
-        name: as torch has it.
-        phase: of the trace.
+        name: its name in PyTorch.
+        phase: phase of the trace.
         backward: whether it is part of a backward pass.
-        module: whose it is; empty: that of no module.
+        module: module that it belongs to; empty if there is none.
     """
 
     name: str
@@ -93,11 +93,10 @@ class Operation:
 
 @dataclass
 class Timeline:
-    """Everything that a trace saw. Moments are numbered by operation.
+    """Everything that a trace recorded. Moments are numbered by operation.
 
     Attributes:
-        released: the moment after which an allocator that keeps what nobody uses is made to give it
-            back.
+        released: moment after which a caching allocator is made to release unused memory.
     """
 
     blocks: list[Block] = field(default_factory=list)
@@ -108,7 +107,7 @@ class Timeline:
 
 
 class _Life(weakref.ref):
-    """A storage that is alive, its block, and its number."""
+    """Weak reference to a live storage, with its block and its id."""
 
     __slots__ = ("block", "key")
     block: Block
@@ -116,15 +115,15 @@ class _Life(weakref.ref):
 
 
 class Tracer(TorchDispatchMode):
-    """Records operations on fake tensors into a `Timeline`. Use `tracing`. Bytes are those of tensors
-    on devices of the type `home`.
+    """Records operations on fake tensors into a `Timeline`. Use `tracing`. Only tensors on devices
+    of the type `home` count.
 
     Attributes:
         timeline: what was recorded.
-        phase: name of what is being traced, as the caller says.
-        shapes: of the first tensor that each module returned last.
-        calls: forward passes of each module, those of recompute not counted.
-        disturbed: whether something was freed that was said to stay; see `begin_anew`.
+        phase: name of what is being traced, set by the caller.
+        shapes: shape of the first tensor in the last result of each module.
+        calls: number of forward passes of each module, excluding recompute.
+        disturbed: whether a settled block was freed; see `begin_anew`.
     """
 
     def __init__(
@@ -139,18 +138,18 @@ class Tracer(TorchDispatchMode):
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.calls: dict[str, int] = {}
         self._kernels = kernels
-        self._known: dict[int, _Life] = {}  # by the number of the storage
+        self._known: dict[int, _Life] = {}  # by id of the storage
         self._made: dict[Any, Operation] = {}  # one object for all that are equal
         self._names: dict[nn.Module, str] = {}
         self._running: list[str] = []
-        self._made_by: dict[int, str] = {}  # number of a node in the graph -> module
+        self._made_by: dict[int, str] = {}  # sequence number of a node in the graph -> module
         self._settled: frozenset[int] = frozenset()
         self._in_kernel = False
         self.disturbed: bool = False
 
     def begin_anew(self, timeline: Timeline, settled: Iterable[Block]) -> None:
-        """Record into `timeline` from now on, as if nothing but what it follows on had been traced.
-        Whether any of the blocks `settled` is freed will be told by `disturbed`."""
+        """Record into `timeline` from now on, as if only what precedes it had been traced.
+        `disturbed` is set if any of the blocks `settled` is freed."""
         self.timeline = timeline
         self.shapes, self.calls = {}, {}
         self._made_by.clear()
@@ -159,7 +158,7 @@ class Tracer(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and being skipped takes time at every operation
+        return False  # nothing is compiled here, and skipping takes time in every operation
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -168,13 +167,13 @@ class Tracer(TorchDispatchMode):
         if func is DEVICE_OF and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if has_parts(types):
-            return NotImplemented  # what it does to each of them passes by here next
+            return NotImplemented  # its operations on each part are dispatched here next
         if func is READ:
             return self._op_cache.number(args[0])
         result = self._op_cache.run(self._fake, func, args, kwargs)
         if self._in_kernel or func is DEVICE_OF:
             return result
-        with _NoFunctions():  # what is asked of tensors here concerns no mode around
+        with _NoFunctions():  # queries of tensors here must not reach the surrounding modes
             module = self._count(func, args, result)
             for leaf in (result,) if type(result) is FakeTensor else _tensors_of(result):
                 self.see(leaf, module=module)
@@ -186,8 +185,8 @@ class Tracer(TorchDispatchMode):
         return result
 
     def see(self, tensor: Tensor, kind: str = "", module: str = "") -> None:
-        """Take in the storage of `tensor`, if it is new. `kind` and `module` say what it holds, and
-        whose."""
+        """Register the storage of `tensor` if it is new. `kind` and `module` set its content and
+        its owner."""
         storage = tensor.untyped_storage()
         life = self._known.get(id(storage))
         if life is not None:
@@ -206,8 +205,8 @@ class Tracer(TorchDispatchMode):
 
     @contextmanager
     def as_kernel(self, name: str, scratch_bytes: int) -> Iterator[None]:
-        """Take the operations inside for one kernel, which stores nothing in between but takes
-        `scratch_bytes`. What it makes and leaves is to be shown to `see`."""
+        """Treat the operations inside as one kernel, which stores nothing in between but takes
+        `scratch_bytes`. Tensors that it creates and that stay must be passed to `see`."""
         timeline = self.timeline
         timeline.num_moments += 1
         timeline.operations.append(Operation(name, self.phase, False, ""))
@@ -220,19 +219,19 @@ class Tracer(TorchDispatchMode):
             self._in_kernel = False
 
     def block_of(self, tensor: Tensor) -> Block:
-        """The storage of `tensor`, which was seen."""
+        """Return the block of the storage of `tensor`, which must have been seen."""
         return self._known[id(tensor.untyped_storage())].block
 
     def watch(self, model: nn.Module) -> None:
-        """Know the modules of `model` by name from now on."""
+        """Register the modules of `model` by name."""
         self._names = {module: name or "." for name, module in model.named_modules()}
 
     def enter(self, module: nn.Module, _args: Any) -> None:
-        """A module begins to run."""
+        """Forward pre-hook: a module begins to run."""
         self._running.append(self._names.get(module, ""))
 
     def leave(self, module: nn.Module, _args: Any, result: Any) -> None:
-        """A module has run, or was left by an exception."""
+        """Forward hook: a module has run, or was left by an exception."""
         name = self._running.pop() if self._running else ""
         if not name or _node() is not None:
             return
@@ -250,13 +249,13 @@ class Tracer(TorchDispatchMode):
             life.block.kind = "loss and logits"
 
     def _name_cast(self, weight: Tensor, copied: Tensor) -> None:
-        """In forward nobody but autocast makes copies of weights."""
+        """Mark `copied` as autocast's copy of `weight`. In forward, only autocast copies weights."""
         life = self._known.get(id(weight.untyped_storage()))
         if life is not None and life.block.kind == "parameters":
             self.block_of(copied).kind = CASTS
 
     def _is_at_home(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is in the memory that is traced, and not in that of a host."""
+        """Return whether `tensor` is in the traced memory, as opposed to that of a host."""
         return type(tensor) is not FakeTensor or tensor.fake_device.type == self._home
 
     def _free(self, life: _Life) -> None:
@@ -298,7 +297,7 @@ class Tracer(TorchDispatchMode):
 
 @contextmanager
 def tracing(kernels: Kernels) -> Iterator[tuple[Tracer, FakeTensorMode]]:
-    """Trace what runs inside, on fake tensors."""
+    """Trace the code inside, on fake tensors."""
     fake = fake_mode()
     tracer = Tracer(kernels, fake, FakeOpCache())
     with recording(tracer, fake):
@@ -307,7 +306,7 @@ def tracing(kernels: Kernels) -> Iterator[tuple[Tracer, FakeTensorMode]]:
 
 @contextmanager
 def recording(tracer: Tracer, fake: FakeTensorMode) -> Iterator[None]:
-    """Let `tracer` see what runs inside, on the tensors of `fake`."""
+    """Let `tracer` record the code inside, on the tensors of `fake`."""
     entering = register_module_forward_pre_hook(tracer.enter)
     leaving = register_module_forward_hook(tracer.leave, always_call=True)
     try:
@@ -319,7 +318,8 @@ def recording(tracer: Tracer, fake: FakeTensorMode) -> Iterator[None]:
 
 
 def alive(timeline: Timeline, moment: int) -> list[Block]:
-    """The blocks alive at `moment`: while its operation ran, its arguments and results included."""
+    """Return the blocks alive at `moment`, while its operation runs, including its arguments and
+    results."""
     return [
         block
         for block in timeline.blocks
@@ -328,7 +328,8 @@ def alive(timeline: Timeline, moment: int) -> list[Block]:
 
 
 def has_parts(types: Iterable[type]) -> bool:
-    """Whether one of `types`, of the arguments of an operation, is a tensor that consists of others."""
+    """Return whether one of `types`, the argument types of an operation, is a tensor made of other
+    tensors."""
     for made in types:  # noqa: SIM110 - a loop, since it is asked for every operation
         if made is not FakeTensor and is_traceable_wrapper_subclass_type(made):
             return True
@@ -336,7 +337,8 @@ def has_parts(types: Iterable[type]) -> bool:
 
 
 def _tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors in arguments or results of an operation: lists and tuples nest, nothing else."""
+    """Yield the tensors in arguments or results of an operation, which may nest lists and tuples
+    only."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):

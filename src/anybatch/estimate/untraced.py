@@ -1,4 +1,5 @@
-"""Untraced: what to say of a model that cannot be traced on fake tensors, and where it went wrong."""
+"""Untraced: messages about models that cannot be traced on fake tensors, and where the error
+occurred."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ _STANDARD = str(Path(sysconfig.get_paths()["stdlib"]).resolve())
 
 
 class NoOptimizer(RuntimeError):
-    """An optimizer could not be made anew for a trace; its cause tells why.
+    """An optimizer could not be recreated for a trace; its cause has the reason.
 
     Attributes:
-        name: of its class.
+        name: name of its class.
     """
 
     def __init__(self, name: str) -> None:
@@ -33,8 +34,8 @@ class NoOptimizer(RuntimeError):
 
 
 def why_untraced(error: BaseException, here: bool) -> str:
-    """Sentences on `error`, which was raised on fake tensors: what, where, and what to do. `here`: the
-    device is, so that passes can be run instead."""
+    """Return sentences on `error`, which was raised on fake tensors: what happened, where, and what
+    to do. `here`: whether the device is present, so that passes can be run instead."""
     cause = error.__cause__
     if isinstance(error, NoOptimizer) and cause is not None:
         return (
@@ -69,8 +70,8 @@ def _what(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """File, line and function that raised `error`: the innermost that are neither torch's nor ours; or
-    nothing."""
+    """Return file, line and function that raised `error`: the innermost frame outside of PyTorch,
+    this library and the standard library; empty if there is none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = str(Path(frame.filename).resolve())
         if frame.filename.startswith("<") or file.startswith(_NOT_THE_USER_S):

@@ -1,4 +1,4 @@
-"""Insight: what a run teaches about the batch, the ranks and the data it was given.
+"""Insight: analysis of the batch size, the ranks and the data of a run.
 
-Everything here is a pure function of events or of plain numbers: nothing is changed by it.
+Everything here is a pure function of events or of plain numbers, without side effects.
 """

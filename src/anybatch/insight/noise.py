@@ -1,15 +1,17 @@
-"""NoiseScale: the batch at which noise and gradient are equally large, and how surely that is known.
+"""NoiseScale: the batch size at which noise and gradient have equal magnitude, with its confidence
+interval.
 
     B_noise = tr(Sigma) / |G|^2        (McCandlish et al. 2018, section 2.2: the simple noise scale)
 
-It is a ratio of two means, of which the lower one may be hidden by noise, so its errors are neither
-small nor symmetric, and to quote it with a plus-minus would promise too much. The interval is that of
-Fieller (1954, "Some problems in interval estimation"): all ratios that the two means, with their
-variances and their covariance, do not rule out. Where |G|^2 cannot be told from zero it has no upper
-end, and says so. Variances are those between blocks of steps that follow one another, as in a block
-jackknife: steps that resemble their neighbours are not counted as if each were news. They are taken
-from the differences of neighbouring blocks (von Neumann et al. 1941, "The mean square successive
-difference"), so that a gradient which shrinks as it should does not pass for an uncertain one.
+The noise scale is a ratio of two means. Its denominator may be hidden by noise, so its error is neither
+small nor symmetric, and a symmetric interval (value plus or minus error) would be misleading. The
+interval is that of Fieller (1954, "Some problems in interval estimation"): all ratios that are
+consistent with the two means, their variances and their covariance. If |G|^2 is not significantly
+different from zero, the interval has no upper end. Variances are computed between blocks of consecutive
+steps, as in a block jackknife, since neighboring steps are correlated and are not independent
+measurements. They are estimated from the differences of neighboring blocks (von Neumann et al. 1941,
+"The mean square successive difference"), so that a gradient that decreases during training does not
+increase the variance.
 """
 
 from __future__ import annotations
@@ -23,33 +25,33 @@ from statistics import NormalDist
 from anybatch.insight.noise_series import Block, joined, total
 
 LEAST_STEPS = 10
-"""Fewer tell nothing."""
+"""Minimum number of steps, and of blocks, for an estimate."""
 
 LATEST = 0.25
-"""The part of a run that counts as its latest."""
+"""Final fraction of a run over which `latest` computes the noise scale."""
 
-_BLOCKS = 20  # of a window, for its variance
+_BLOCKS = 20  # blocks of a window, for its variance
 _MOST_WINDOWS = 10
-_WINDOW_STEPS = 30  # at the least, where a run has several windows
-_LATEST_STEPS = 100  # at the least, if there are as many
+_WINDOW_STEPS = 30  # minimum number of steps of a window, if a run has several windows
+_LATEST_STEPS = 100  # minimum number of steps, if the run has as many
 _SURE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class NoiseScale:
-    """The noise scale over some steps.
+    """The gradient noise scale over a range of steps.
 
     Attributes:
-        first_step, last_step: over which.
-        num_steps: those of them that were measured.
-        samples: the noise scale in samples. None: |G|^2 was not even positive.
-        low, high: its interval of 95 %, in samples. `high` is None where |G|^2 cannot be told from
-            zero: then `low` is all that is known.
-        weight_per_sample: what a sample weighs, on average. Times this, samples are units of weight.
-        square: the mean of |G|^2.
-        noise: the mean of tr(Sigma) of one sample.
-        tokens_per_sample: on average, where the global batch is in `Tokens`. Times this, samples are
-            tokens, as the batch counts them.
+        first_step, last_step: the range of steps.
+        num_steps: number of measured steps in the range.
+        samples: noise scale in samples; None if the estimate of |G|^2 is not positive.
+        low, high: 95 % confidence interval, in samples. `high` is None if |G|^2 is not significantly
+            different from zero: only the lower bound `low` is then known.
+        weight_per_sample: mean weight of a sample, which converts samples to units of weight.
+        square: mean of |G|^2.
+        noise: mean of tr(Sigma) for one sample.
+        tokens_per_sample: mean number of tokens of a sample, as counted by the global batch, which
+            converts samples to tokens; None if the global batch is not in `Tokens`.
     """
 
     first_step: int
@@ -70,21 +72,21 @@ class NoiseScale:
 
     @property
     def tokens(self) -> float | None:
-        """The noise scale in tokens; None, too, where the global batch is not in `Tokens`."""
+        """The noise scale in tokens; None also if the global batch is not in `Tokens`."""
         if self.samples is None or self.tokens_per_sample is None:
             return None
         return self.samples * self.tokens_per_sample
 
 
 def scale_of(blocks: Sequence[Block]) -> NoiseScale | None:
-    """The noise scale over `blocks`; None if they are too few to tell."""
+    """Returns the noise scale over `blocks`; None if there are too few blocks or steps."""
     if sum(block.num_steps for block in blocks) < LEAST_STEPS or len(blocks) < LEAST_STEPS:
         return None
     whole = total(blocks)
     per_sample = whole.weight / whole.samples
     square, noise = whole.square / whole.weight, whole.noise / whole.weight / per_sample
     groups = joined(blocks, _BLOCKS)
-    # How far each block is from the means, by its weight; and by how much more than the one before.
+    # Deviation of each block from the means, times its weight, and the successive differences.
     off = [
         (one.square - square * one.weight, one.noise / per_sample - noise * one.weight)
         for one in groups
@@ -115,15 +117,16 @@ def scale_of(blocks: Sequence[Block]) -> NoiseScale | None:
 
 
 def windows(blocks: Sequence[Block]) -> list[NoiseScale]:
-    """The noise scale over a run, which changes, mostly upwards as gradients fall."""
+    """Returns the noise scale in consecutive windows of a run. It changes during a run, and mostly
+    increases, since gradients decrease."""
     num_steps = sum(block.num_steps for block in blocks)
     most = min(_MOST_WINDOWS, num_steps // _WINDOW_STEPS, len(blocks) // LEAST_STEPS)
     return [found for part in _cut(blocks, max(1, most)) if (found := scale_of(part))]
 
 
 def latest(blocks: Sequence[Block]) -> NoiseScale | None:
-    """That of the last quarter of the run, or of the last 100 steps that were measured if these go
-    further back."""
+    """Returns the noise scale over the last quarter of the run or the last 100 measured steps,
+    whichever reaches further back."""
     if not blocks:
         return None
     last = blocks[-1].last_step
@@ -143,23 +146,23 @@ def _cut(blocks: Sequence[Block], count: int) -> list[Sequence[Block]]:
 def _interval(
     square: float, noise: float, vaa: float, vab: float, vbb: float, t: float
 ) -> tuple[float, float | None]:
-    """Fieller's: the ratios r of at least zero with (noise - r square)^2 <= t^2 var(noise - r square).
-    An upper end of None: there is none."""
-    positive = max(0.0, square)  # below zero it is no less possible than at zero
+    """Returns Fieller's interval: the ratios r >= 0 with
+    (noise - r square)^2 <= t^2 var(noise - r square). The upper end is None if there is none."""
+    positive = max(0.0, square)  # a negative estimate is treated as zero
     a = positive**2 - t**2 * vaa
     b = positive * noise - t**2 * vab
     c = noise**2 - t**2 * vbb
     root = math.sqrt(max(0.0, b * b - a * c))
     if a > 0:
         return max(0.0, (b - root) / a), max(0.0, (b + root) / a)
-    # |G|^2 may be zero: the parabola is open below, and only ratios up to where it comes down to zero
-    # are ruled out.
+    # |G|^2 may be zero: the parabola opens downward, and only ratios below its positive root are
+    # excluded.
     return (max(0.0, (b - root) / a) if c > 0 and a < 0 else 0.0), None
 
 
 def _t(freedom: float) -> float:
-    """The quantile of Student's distribution that leaves 2.5 % above it, from the normal one's by
-    Abramowitz and Stegun (1964), 26.7.5: exact to 0.1 % from 6 degrees of freedom on."""
+    """Returns the 97.5 % quantile of Student's t-distribution, computed from the normal quantile by
+    Abramowitz and Stegun (1964), 26.7.5; accurate to 0.1 % for at least 6 degrees of freedom."""
     z = NormalDist().inv_cdf((1 + _SURE) / 2)
     terms = (
         (z**3 + z) / 4,

@@ -1,19 +1,19 @@
-"""Series: what the steps of a run tell of the noise in their gradients, in a few hundred blocks.
+"""Series: measurements of the gradient noise in the steps of a run, in a few hundred blocks.
 
-The gradient of `weight` samples (or tokens, or whatever a loss is weighed by) is the true one, G, plus
-noise that averages out: of what has the weight b by itself, the squared norm is expected to be
+The gradient of a number of samples (or tokens, or other units of weight of the loss) is the true
+gradient G plus noise that averages out. The expected squared norm of a gradient of weight b is
 
     |G|^2 + T / b                 T = tr(Sigma), the noise of a unit of weight
 
-A step knows two such squares: that of its whole gradient, of the weight W, and that of a part of it, of
-the weight w. Two equations, two unknowns (McCandlish et al. 2018, "An Empirical Model of Large-Batch
-Training", appendix A.1):
+A step measures two squared norms: that of its whole gradient, of weight W, and that of a part of it, of
+weight w. These give two equations for the two unknowns (McCandlish et al. 2018, "An Empirical Model of
+Large-Batch Training", appendix A.1):
 
     |G|^2 = (W |G_W|^2 - w |G_w|^2) / (W - w)          T = (|G_w|^2 - |G_W|^2) / (1/w - 1/W)
 
-Both are without bias, though the part is in the whole. One step tells next to nothing: noise is larger
-than what is looked for. So sums over steps are kept, each step by its weight, and nothing is divided
-before they are added up.
+Both estimates are unbiased, although the part is contained in the whole. A single step is not
+informative, since its noise exceeds the quantities to be estimated. Therefore sums over steps are kept,
+weighted by the weight of each step, and ratios are taken only of the sums.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ from typing import final
 from anybatch.events import StepDone
 
 MOST_BLOCKS = 512
-"""Then pairs become one: a run of any length takes as much memory."""
+"""Number of blocks at which pairs of blocks are merged, so that memory does not grow with the length of
+a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Steps that followed one another.
+    """Sums over consecutive steps.
 
     Attributes:
-        first_step, last_step: their numbers.
-        num_steps: those of them that were measured.
-        samples, weight: of these together.
-        square: sum of their estimates of |G|^2, each times its weight.
-        noise: the same of tr(Sigma), for a unit of weight.
-        tokens: total length of the samples, where the global batch is in `Tokens`; else 0.
+        first_step, last_step: numbers of the first and the last step.
+        num_steps: number of measured steps.
+        samples, weight: total samples and weight of the measured steps.
+        square: sum of the estimates of |G|^2, each times the weight of its step.
+        noise: sum of the estimates of tr(Sigma) for a unit of weight, each times the weight of its
+            step.
+        tokens: total length of the samples if the global batch is in `Tokens`; else 0.
     """
 
     first_step: int
@@ -74,8 +76,8 @@ def block_of(
     part_grad_norm: float | None,
     tokens_per_sample: float = 0.0,
 ) -> Block | None:
-    """One step, from the fields of `StepDone`; None if it was not measured, or is not finite.
-    `tokens_per_sample`: on average; 0: the global batch is not in tokens."""
+    """Returns the block of one step, from the fields of `StepDone`; None if the noise was not measured,
+    or is not finite. `tokens_per_sample` is a mean; 0 if the global batch is not in tokens."""
     if grad_norm is None or part_weight is None or part_grad_norm is None:
         return None
     if not (0 < part_weight < weight and samples > 0):
@@ -91,10 +93,9 @@ def block_of(
 
 @final
 class Series:
-    """The blocks of a run, gathered while it goes on.
+    """Collects the blocks of a run while it is training.
 
-    A step that is done again (after a resumption) takes the place of what was there from it on, as far
-    as blocks allow.
+    If a step is repeated (after a resumption), the blocks that contain it or later steps are dropped.
     """
 
     def __init__(self) -> None:
@@ -103,7 +104,7 @@ class Series:
         self._open: Block | None = None
 
     def __call__(self, event: StepDone) -> None:
-        """Take in a step."""
+        """Add a step."""
         self.add(
             block_of(
                 event.step,
@@ -117,7 +118,7 @@ class Series:
         )
 
     def add(self, step: Block | None) -> None:
-        """Take in a step, if it was measured."""
+        """Add a step; None, a step without a measurement, is ignored."""
         if step is None:
             return
         if self._open is not None and self._open.last_step >= step.first_step:
@@ -135,27 +136,28 @@ class Series:
 
     @property
     def blocks(self) -> Sequence[Block]:
-        """In order, without gaps but for steps that were not measured."""
+        """The blocks in order, without gaps except for steps that were not measured."""
         return (*self._blocks, *(() if self._open is None else (self._open,)))
 
 
 def in_unit_of_batch(blocks: Sequence[Block]) -> tuple[Sequence[Block], str]:
-    """`blocks`, with `samples` counted as the global batch is, and the name of that unit: `samples`, or
-    `tokens`."""
+    """Returns `blocks` with `samples` in the unit of the global batch, and the name of that unit:
+    `samples` or `tokens`."""
     if not blocks or not all(block.tokens for block in blocks):
         return blocks, "samples"
     return [replace(block, samples=block.tokens) for block in blocks], "tokens"
 
 
 def joined(blocks: Sequence[Block], count: int) -> list[Block]:
-    """`blocks` put together to `count`, of as many each as can be; all of them, if there are fewer."""
+    """Merges `blocks` into `count` groups of nearly equal size; returns all of them if there are
+    fewer."""
     count = min(count, len(blocks))
     edges = [len(blocks) * i // count for i in range(count + 1)] if count else [0]
     return [total(blocks[begin:end]) for begin, end in pairwise(edges)]
 
 
 def total(blocks: Sequence[Block]) -> Block:
-    """All of them as one; there is at least one."""
+    """Merges all `blocks`, at least one, into a single block."""
     whole = blocks[0]
     for block in blocks[1:]:
         whole += block

@@ -1,11 +1,11 @@
-"""The noise scale in words, as the terminal and the page tell it; and why there is none.
+"""Text about the noise scale for the terminal and the report, or about why it was not measured.
 
-What a batch B costs under a noise scale N (McCandlish et al. 2018, section 2.3):
+The cost of a batch B at a noise scale N (McCandlish et al. 2018, section 2.3):
 
-    steps   = fewest steps   * (1 + N / B)        samples = fewest samples * (1 + B / N)
+    steps   = minimum steps   * (1 + N / B)        samples = minimum samples * (1 + B / N)
 
-At B = N either is twice its least. Far above N a larger batch saves hardly a step; far below it saves
-steps and costs hardly a sample more.
+At B = N, both are twice their minimum. Far above N, a larger batch saves almost no steps; far below N,
+it saves steps and costs almost no additional samples.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ASSUMPTIONS = (
     " for Adam it is a rough guide"
 )
 
-_FAR = 10  # times the noise scale, or a part of it: then a batch is told to be far off
+_FAR = 10  # factor above or below the noise scale from which a batch is reported as far off
 
 
 def lines(plan: Plan, blocks: Sequence[Block]) -> list[tuple[str, str]]:
-    """(what, how) lines about the batch of a run under `plan`, in samples, or in tokens if its global
-    batch is; none where nothing was measured."""
+    """Returns lines (label, text) about the batch of a run under `plan`, in samples, or in tokens if
+    its global batch is in tokens; empty if the noise scale was not measured."""
     blocks, unit = in_unit_of_batch(blocks)
     now, course = latest(blocks), windows(blocks)
     if now is None:
@@ -49,7 +49,7 @@ def lines(plan: Plan, blocks: Sequence[Block]) -> list[tuple[str, str]]:
 
 
 def mean_batch(plan: Plan, blocks: Sequence[Block]) -> int:
-    """The size of a step under `plan`, as `blocks` count; where steps differ, of a mean one."""
+    """Returns the batch size under `plan`, in the unit of `blocks`; the mean if it varies."""
     if not plan.task.batch_rule or not blocks:
         return plan.task.global_batch
     whole = total(blocks)
@@ -57,7 +57,7 @@ def mean_batch(plan: Plan, blocks: Sequence[Block]) -> int:
 
 
 def described(scale: NoiseScale, unit: str = "samples") -> str:
-    """`820 samples (640 to 1,100)`, or what is known of it."""
+    """Returns text such as `820 samples (640 to 1,100)`, a lower bound, or that it is not known."""
     if scale.samples is None or scale.high is None:
         if scale.low < 0.5:
             return "not known: gradient and noise cannot be told apart in so few steps"
@@ -66,17 +66,18 @@ def described(scale: NoiseScale, unit: str = "samples") -> str:
 
 
 def steps_of(batch: float, scale: float) -> float:
-    """Steps for the same progress, in times the fewest that any batch takes."""
+    """Returns the steps for the same progress, as a multiple of the minimum over all batch sizes."""
     return 1 + scale / batch
 
 
 def samples_of(batch: float, scale: float) -> float:
-    """Samples for the same progress, in times the fewest; infinite without noise."""
+    """Returns the samples for the same progress, as a multiple of the minimum; infinite without
+    noise."""
     return 1 + batch / scale if scale else math.inf
 
 
 def _verdict(batch: int, scale: float, unit: str) -> str:
-    """What a batch costs, and whether a larger or a smaller one is the better."""
+    """Returns the cost of a batch, and whether a larger one would be better."""
     steps, samples = steps_of(batch, scale), samples_of(batch, scale)
     if not scale:
         return "the minimum of steps: a larger one would not save any"
@@ -89,7 +90,8 @@ def _verdict(batch: int, scale: float, unit: str) -> str:
 
 
 def unmeasured(plan: Plan, num_steps: int) -> str:
-    """Why a run of so many steps under `plan` has no noise scale, and how to get it, in a sentence."""
+    """Returns a sentence on why a run of `num_steps` steps under `plan` has no noise scale, and how to
+    measure it."""
     passes, half = plan.largest_amount / plan.choice.micro_batch, plan.choice.micro_batch // 2
     if plan.task.longest is not None and plan.task.grain is not None:
         why = (
@@ -133,7 +135,7 @@ def _at_least(size: int, low: float, unit: str) -> str:
 
 
 def _others(batch: int, scale: float, unit: str) -> list[tuple[str, str]]:
-    """What other batches would do for the same progress."""
+    """Returns lines (label, text) on the cost of other batches for the same progress."""
     told = []
     for name, factor in (("half of it", 0.5), ("twice as much", 2.0)):
         steps = steps_of(batch * factor, scale) / steps_of(batch, scale) - 1
@@ -152,5 +154,5 @@ def _figure(value: float) -> str:
 
 
 def _round(value: float) -> int:
-    """To two digits: more are not known."""
+    """Rounds to two significant digits, as precise as the estimate."""
     return round(float(f"{value:.2g}"))

@@ -1,18 +1,18 @@
-"""Rescale: the settings of training that belong to another global batch.
+"""Rescale: converts training settings to another global batch size.
 
-Accumulation makes any global batch possible, and leaves it to the user whether a batch is changed at
-all: the settings were found at one batch and belong to it. What is kept where it is changed is what
-happens over the same *samples*. With `k` times the batch, `k` steps become one:
+Gradient accumulation makes any global batch possible, but hyperparameters are tuned at one batch size
+and are valid only there. When the batch changes, the rules here preserve the behavior over the same
+number of *samples*. With `k` times the batch, `k` steps become one:
 
-    SGD             k steps lr * g             =  one step (k lr) * g     while g is the same
+    SGD             k steps lr * g             =  one step (k lr) * g     while g is constant
     momentum m      half-life in samples       =  m ** k
-    Adam            noise outweighs g in v, and v falls as 1 / batch, so a step of k times the batch
-                    goes sqrt(k) as far; it has to go k times as far:  lr * sqrt(k)
-    L2 in the loss  no matter of the batch
+    Adam            noise dominates v, and v decreases as 1 / batch, so a step with k times the batch
+                    is sqrt(k) times as long; it has to be k times as long:  lr * sqrt(k)
+    L2 in the loss  independent of the batch
     decoupled       (1 - lr * decay) ** k      =  1 - lr' * decay'
     warm-up         samples                    =  steps / k
 
-Nothing of this is applied by itself: the plan never changes the batch, and the batch never changes
+None of this is applied automatically: the plan never changes the batch, and the batch never changes
 the settings.
 """
 
@@ -28,11 +28,12 @@ from anybatch.errors import InputError, listed
 from anybatch.units import format_count
 
 Averages = Literal["published", "half-life", "kept"]
-"""What becomes of the exponential averages, momentum and betas:
+"""How to convert the exponential averages, momentum and betas:
 
-`published`: as the source of the learning rate's rule has it; SGD keeps its momentum, and Adam's betas
-become `1 - k (1 - beta)`, which ends where `k (1 - beta)` is 1. `half-life`: they become `beta ** k`,
-so that a gradient counts for as many samples as before. `kept`: they stay, and count in steps.
+`published`: as in the source of the learning rate rule. SGD keeps its momentum, and Adam's betas become
+`1 - k (1 - beta)`, which is defined only for `k (1 - beta) < 1`. `half-life`: they become `beta ** k`,
+which preserves their half-life in samples. `kept`: they do not change, which preserves their half-life
+in steps.
 """
 
 _GOYAL = 'Goyal et al. (2017), "Accurate, large minibatch SGD", section 2.1, arXiv:1706.02677'
@@ -49,7 +50,7 @@ _WANG = (
 _NOISE = "McCandlish et al. (2018), arXiv:1812.06162"
 
 _KINDS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
-# What torch's optimizers take where nothing is given.
+# Defaults of torch's optimizers.
 _DEFAULTS: dict[str, dict[str, float]] = {
     "SGD": {"momentum": 0.0, "weight_decay": 0.0},
     "Adam": {"betas[0]": 0.9, "betas[1]": 0.999, "eps": 1e-8, "weight_decay": 0.0},
@@ -63,14 +64,14 @@ _WIDTH = 80
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """One setting of training.
+    """A training setting and its conversion.
 
     Attributes:
-        name: as torch's optimizer calls it (`betas[0]` is the first of `betas`), `warmup_steps` or
-            `steps`.
-        before, after: at the two batches.
-        rule: in words or as a formula; `k` is the new batch over the old one.
-        source: of the rule; empty where it is arithmetic.
+        name: name of the argument of torch's optimizer (`betas[0]` is the first of `betas`), or
+            `warmup_steps` or `steps`.
+        before, after: values at the old and the new batch.
+        rule: rule as text or formula, where `k` is the new batch divided by the old one.
+        source: publication of the rule; empty if there is none, such as for plain arithmetic.
     """
 
     name: str
@@ -82,13 +83,13 @@ class Converted:
 
 @dataclass(frozen=True, slots=True)
 class BatchChange:
-    """What `rescale` returns. It prints as a table.
+    """Result of `rescale`. Prints as a table.
 
     Attributes:
         optimizer: `"SGD"`, `"Adam"` or `"AdamW"`.
         before, after: samples per step.
-        rows: every setting, those that stay as they are too.
-        limits: sentences that say where the rules end.
+        rows: all settings, including unchanged ones.
+        limits: sentences on the limits of validity of the rules.
     """
 
     optimizer: str
@@ -99,12 +100,12 @@ class BatchChange:
 
     @property
     def times(self) -> float:
-        """How many times as large the new batch is: `k` in the rules."""
+        """The ratio of the new batch to the old one: `k` in the rules."""
         return self.after / self.before
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The converted settings of the optimizer, as its constructor in torch takes them."""
+        """The converted settings, as keyword arguments of torch's optimizer."""
         found: dict[str, Any] = {row.name: row.after for row in self.rows}
         if "betas[0]" in found:
             found["betas"] = found.pop("betas[0]"), found.pop("betas[1]")
@@ -112,12 +113,12 @@ class BatchChange:
 
     @property
     def warmup_steps(self) -> int | None:
-        """Steps of warm-up at the new batch; None if those before were not given."""
+        """Number of warm-up steps at the new batch; None if `warmup_steps` was not given."""
         return self._count("warmup_steps")
 
     @property
     def steps(self) -> int | None:
-        """Steps of training at the new batch; None if those before were not given."""
+        """Number of training steps at the new batch; None if `steps` was not given."""
         return self._count("steps")
 
     def _count(self, name: str) -> int | None:
@@ -160,25 +161,25 @@ def rescale(
     averages: Averages = "published",
     noise_scale: float | None = None,
 ) -> BatchChange:
-    """The settings for a global batch of `after` samples, of a training that was tuned at `before`.
-    Nothing is changed by it: print it, and use what you agree with.
+    """Convert the settings of a training that was tuned at a global batch of `before` samples to one of
+    `after` samples. Nothing is applied automatically: print the result, and use the settings that you
+    agree with.
 
         change = ab.rescale("adamw", 256, 1024, lr=3e-4, betas=(0.9, 0.95), warmup_steps=2000)
         print(change)
         optimizer = lambda params: torch.optim.AdamW(params, **change.settings)
 
     Args:
-        optimizer: `"sgd"` (with Nesterov's momentum or without), `"adam"` or `"adamw"`, or torch's
-            class.
+        optimizer: `"sgd"` (with or without Nesterov momentum), `"adam"` or `"adamw"`, or torch's class.
         before, after: samples per step.
-        lr: learning rate at `before`; that of the peak, if there is a schedule.
-        momentum, betas, eps, weight_decay: at `before`. None: torch's defaults.
-        warmup_steps, steps: of the warm-up and of all training, at `before`.
-        averages: what becomes of momentum and betas; see `Averages`.
-        noise_scale: gradient noise scale, in samples, if it is known: then the limits are figures.
+        lr: learning rate at `before`; with a schedule, its peak.
+        momentum, betas, eps, weight_decay: settings at `before`; None: torch's defaults.
+        warmup_steps, steps: number of warm-up steps and of all training steps at `before`.
+        averages: how to convert momentum and betas; see `Averages`.
+        noise_scale: gradient noise scale in samples, if it is known; the limits are then quantified.
 
-    Raises `InputError` for an optimizer without a known rule, for settings that it does not have or
-    cannot have, and where the square root rule ends.
+    Raises `InputError` for an optimizer without a known rule, for settings that the optimizer does not
+    have or that are invalid, and for a batch beyond the range of the square root rule.
     """
     kind = _kind_of(optimizer)
     given = {
@@ -211,7 +212,7 @@ def rescale(
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """The rules."""
+    """The conversion rules."""
 
     before: int
     after: int
@@ -225,7 +226,7 @@ class _Change:
         momentum = tuned["momentum"]
         if momentum and self.averages == "half-life":
             average = self.average("momentum", momentum)
-            # The way of a constant gradient, lr / (1 - momentum) per step, is k times as long.
+            # The step length for a constant gradient, lr / (1 - momentum), becomes k times as long.
             rate = self.times * lr * (1 - average.after) / (1 - momentum)
             rule = "k * lr * (1 - momentum') / (1 - momentum): a step goes k times as far"
         else:
@@ -246,7 +247,7 @@ class _Change:
         if kind == "Adam":
             last = Converted("weight_decay", decay, decay, "kept: it is part of the loss")
         else:
-            # (1 - lr * decay) ** k, without the rounding.
+            # 1 - (1 - lr * decay) ** k, without cancellation.
             shrunk = -math.expm1(self.times * math.log1p(-lr * decay))
             rule = "1 - (1 - lr * decay) ** k over the new lr: the same decay over the same samples"
             last = Converted("weight_decay", decay, shrunk / rate, rule, _WANG)
@@ -272,14 +273,14 @@ class _Change:
         ]
 
     def average(self, name: str, beta: float) -> Converted:
-        """An exponential average that forgets the part `1 - beta` in each step."""
+        """Converts an exponential average that decays by the factor `beta` in each step."""
         if self.averages == "kept" or beta == 0:
             return Converted(name, beta, beta, "kept")
         if self.averages == "half-life":
             rule = "beta ** k: the same half-life in samples"
             return Converted(name, beta, beta**self.times, rule, _BUSBRIDGE)
         after = 1 - self.times * (1 - beta)
-        if after < 1e-9:  # not the rounding of 1 - beta
+        if after < 1e-9:  # with a tolerance for the rounding of 1 - beta
             raise InputError(
                 f"{name} is {beta:g}, which has no counterpart at {self.times:.4g} times the batch: the"
                 f" square root rule makes it 1 - k (1 - beta), and ends before k is"
@@ -290,7 +291,7 @@ class _Change:
         return Converted(name, beta, after, "1 - k * (1 - beta)", _MALLADI)
 
     def _last(self, beta: float) -> int:
-        """The largest batch at which `beta` has a counterpart by the square root rule."""
+        """Returns the largest batch for which the square root rule can convert `beta`."""
         return max(self.before, math.ceil(self.before / (1 - beta) - 1e-6) - 1)
 
 
@@ -329,7 +330,8 @@ def _limits_of_adam(change: _Change, rows: list[Converted]) -> Iterator[str]:
 
 
 def _limits_of_noise(change: _Change, kind: str, noise_scale: float | None) -> Iterator[str]:
-    """Of the squared norm of a batch's gradient, `1 / (1 + noise / batch)` is signal, on average."""
+    """Yields the limits that follow from the noise scale. On average, the fraction
+    `1 / (1 + noise / batch)` of the squared norm of a batch's gradient is signal."""
     if change.times <= 1:
         return
     if noise_scale is None:
@@ -363,7 +365,7 @@ def _pairs(*rows: Converted) -> list[tuple[float, ...]]:
 
 
 def _in_samples(beta: float, batch: int) -> str:
-    """The half-life of an average."""
+    """Returns the half-life of an exponential average in samples, as text."""
     return format_count(round(batch * math.log(0.5) / math.log(beta))) if beta else "0"
 
 
@@ -396,7 +398,7 @@ def _check(
     averages: str,
     noise_scale: float | None,
 ) -> None:
-    """Raises `InputError` with every value that cannot be."""
+    """Raises `InputError` that lists all invalid values."""
     faults = [
         f"{name} is {value!r}; it counts samples per step, so give a whole number of at least 1"
         for name, value in (("before", before), ("after", after))

@@ -1,4 +1,4 @@
-"""Scaling: how long a step takes on several ranks, and what keeps it from being shorter."""
+"""Scaling: the time of a step on several ranks, and the part that limits it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from anybatch.events import COMPUTING, EXCHANGE, SAMPLES, SLOWER, UPDATE
 from anybatch.plans import Parallel, Plan
 
 _NOT_MUCH = 0.15
-"""A smaller share of a step than this is not what limits it, whatever else it consists of."""
+"""Minimum share of a step for a part to count as its limit."""
 
 _SENTENCES = {
     COMPUTING: "more devices would shorten it",
@@ -26,14 +26,14 @@ _BUSY = "a rank's part of the batch is too small to keep its device busy"
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """A step on a number of ranks.
+    """Time of a step on a given number of ranks.
 
     Attributes:
-        ranks: how many.
-        step_seconds: of a typical step; None: there is none, for this `reason`.
-        parts: its seconds by part, as in `RunEnded.step_parts`.
-        is_measured: in steps that were run here; otherwise predicted.
-        plan: by which it runs.
+        ranks: number of ranks.
+        step_seconds: seconds of a typical step; None if it is not known, for the given `reason`.
+        parts: seconds of the step by part, as in `RunEnded.step_parts`.
+        is_measured: whether the time was measured in steps on this machine, not predicted.
+        plan: plan of the step.
     """
 
     ranks: int
@@ -50,14 +50,15 @@ class Scaled:
 
     @property
     def exchange_share(self) -> float | None:
-        """Part of a step that waits for the exchange between ranks, 0 to 1."""
+        """Fraction of a step spent waiting for communication between ranks, from 0 to 1."""
         if not self.step_seconds:
             return None
         return self.parts.get(EXCHANGE, 0.0) / self.step_seconds
 
 
 def efficiency(row: Scaled, rows: Sequence[Scaled]) -> float | None:
-    """Speedup of `row` over the fewest ranks of `rows`, divided by how many times more ranks it has."""
+    """Returns the parallel efficiency: the speedup of `row` over the row of `rows` with the fewest
+    ranks, divided by the ratio of their numbers of ranks."""
     first = _fewest(rows)
     if first is None or not first.step_seconds or not row.step_seconds:
         return None
@@ -65,8 +66,8 @@ def efficiency(row: Scaled, rows: Sequence[Scaled]) -> float | None:
 
 
 def limit(row: Scaled, rows: Sequence[Scaled]) -> str:
-    """What keeps the step of `row` from being shorter: the part that is furthest above its share of the
-    step on the fewest ranks of `rows`, in words."""
+    """Returns text on what limits the scaling of `row`: the part of its step with the largest excess
+    over ideal scaling from the row of `rows` with the fewest ranks."""
     first = _fewest(rows)
     if row.step_seconds is None or first is None:
         return row.reason
@@ -83,10 +84,10 @@ def _fewest(rows: Sequence[Scaled]) -> Scaled | None:
 
 
 def what_limits(parts: Mapping[str, float]) -> str:
-    """The part that limits a step, its share, and what would help, in words.
+    """Returns text on the part that limits a step, its share, and what would help.
 
     Args:
-        parts: the seconds of a typical step; see `RunEnded`.
+        parts: seconds of a typical step by part; see `RunEnded`.
     """
     total = sum(parts.values())
     others = {part: seconds for part, seconds in parts.items() if part != COMPUTING}

@@ -1,6 +1,6 @@
-"""Adapters for frameworks that have a training loop of their own, and sinks for experiment trackers.
+"""Adapters for frameworks with their own training loop, and sinks for experiment trackers.
 
-Each module needs the library that it is named after, and is imported by its full name only:
+Each module requires the library that it is named after, and has to be imported by its full name:
 
     from anybatch.integrations.transformers import AnyBatch
 """

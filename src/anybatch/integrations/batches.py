@@ -1,4 +1,4 @@
-"""One batch per optimizer step from the loader of a framework: the share of a rank, cut into
+"""Batches from a framework's loader: one per optimizer step, with the share of one rank, cut into
 micro-batches."""
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch.utils.data import BatchSampler
 from anybatch.data import share, slice_batch
 
 _TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"})
-"""Parts of a batch that have one column per token."""
+"""Entries of a batch that have one column per token."""
 
 _MULTIPLE = 8
-"""Lengths are cut to multiples of it, which tensor cores want."""
+"""Padded lengths are multiples of this number, for tensor cores."""
 
 
 class Shares(BatchSampler):
-    """This rank's part of each batch of `whole`; that of the last batch may be empty."""
+    """Yields this rank's share of each batch of `whole`; the share of the last batch may be empty."""
 
     def __init__(self, whole: BatchSampler, rank: int, num_ranks: int) -> None:
         super().__init__(whole.sampler, whole.batch_size, whole.drop_last)
@@ -32,7 +32,7 @@ class Shares(BatchSampler):
 
 
 class CollateOrNone:
-    """`collate`; `nothing` where there are no samples."""
+    """Calls `collate`, or returns `nothing` if there are no samples."""
 
     def __init__(self, collate: Callable[[Any], Any], nothing: Any) -> None:
         self._collate, self._nothing = collate, nothing
@@ -42,13 +42,15 @@ class CollateOrNone:
 
 
 class PaddingCut:
-    """Cuts batches, the longest samples first, and pads each piece to the longest of its own.
+    """Cuts batches into micro-batches, longest samples first, and removes padding that a micro-batch
+    does not need.
 
-    A loader that yields one batch per step pads all of it to its longest sequence. Micro-batches cut
-    from it in order would carry that padding, too; a loader that pads each by itself does not.
+    A loader that yields one batch per step pads the whole batch to its longest sequence. Micro-batches
+    cut from it in order would keep that padding, unlike those of a loader that pads each micro-batch
+    separately.
 
-    Only of batches that are padded on the right and are nothing but tensors with the samples in dim 0,
-    one column per token; others are cut in order, as they are.
+    Applies to batches that are padded on the right and consist only of tensors with the samples in
+    dim 0 and one column per token. Other batches are cut in order, without changes.
     """
 
     def __init__(self) -> None:
@@ -56,13 +58,13 @@ class PaddingCut:
         self._order: Tensor | None = None
 
     def expect(self, batch: Any) -> None:
-        """From now on pieces are cut from `batch`."""
+        """Set the batch from which micro-batches are cut from now on."""
         self._lengths = _lengths(batch) if isinstance(batch, dict) else None
         if self._lengths is not None:
             self._order = self._lengths.argsort(descending=True, stable=True)
 
     def __call__(self, batch: Any, start: int, stop: int) -> Any:
-        """Samples `start` to `stop` in that order."""
+        """Returns samples `start` to `stop`, longest samples first."""
         if self._lengths is None or self._order is None:
             return slice_batch(batch, start, stop)
         which = self._order[start:stop]
@@ -71,8 +73,8 @@ class PaddingCut:
 
 
 def _lengths(batch: dict[str, Any]) -> Tensor | None:
-    """Columns up to the last token or label of each sample, shape `(samples,)`; None for a batch of
-    another kind."""
+    """Returns the number of columns up to the last token or label of each sample, shape `(samples,)`;
+    None if the batch has another form."""
     mask = batch.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2 or not mask.numel():
         return None

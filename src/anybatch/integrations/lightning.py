@@ -1,11 +1,11 @@
-"""Lightning's `Trainer` at a global batch of any size, for modules with automatic optimization.
+"""Lightning strategy for a global batch of any size, for modules with automatic optimization.
 
     trainer = L.Trainer(strategy=AnyBatch(global_batch=512, memory="22GiB"), devices=2)
     trainer.fit(module, loader)
 
-The loader's samples come as one batch per optimizer step, this rank's share of the global batch, whose
-`training_step` a `Step` calls for each micro-batch. Gradients are those of the whole batch, clipped
-once, when `on_after_backward` and what follows are called; the update has been made by then.
+The loader yields one batch per optimizer step, this rank's share of the global batch. A `Step` calls
+`training_step` for each micro-batch of it. When `on_after_backward` and later hooks are called,
+gradients are those of the whole batch, clipped once, and the update has already been made.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ClosureResult: Any = import_module("lightning.pytorch.loops.optimization.automat
 if TYPE_CHECKING:  # checks run without Lightning
 
     class DDPStrategy:
-        """Stands for the one of Lightning."""
+        """Placeholder for Lightning's `DDPStrategy`."""
 
         distributed_sampler_kwargs: Any
         setup: Any
@@ -48,22 +48,24 @@ _PRECISIONS = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
 
 
 class AnyBatch(DDPStrategy):
-    """A strategy for any number of ranks, each with the whole model, as `DDPStrategy` is one.
+    """Strategy for any number of ranks, each with the whole model, like `DDPStrategy`.
 
-    `batch_size` of a training `DataLoader` is replaced by this rank's share of the global batch, and
-    the last batch of an epoch is what is left. Loaders of an `IterableDataset` or with a batch sampler
-    of their own yield the batches of this rank as they are.
+    The `batch_size` of a training `DataLoader` is replaced by this rank's share of the global batch.
+    The last batch of an epoch contains the remaining samples. Loaders of an `IterableDataset` or with a
+    custom batch sampler have to yield the batches of this rank, which are not changed.
 
-    What `training_step` logs with `self.log` is logged once per step, as the mean over all ranks.
+    Values that `training_step` logs with `self.log` are logged once per step, as means over all ranks.
 
     Args:
-        global_batch: samples per optimizer step, of all ranks together.
-        memory: budget of each rank, see `Step`; None: plan for what is free.
-        count_items: of a batch, the number of items that the loss is a mean over; None: its samples.
+        global_batch: samples per optimizer step, over all ranks.
+        memory: budget per rank, see `Step`; None: plan for the free memory.
+        count_items: maps a batch to the number of items that its loss is a mean over; None: the number
+            of samples.
         micro_batch, sinks: see `Step`.
-        options: of `DDPStrategy`.
+        options: options of `DDPStrategy`.
 
-    Raises `InputError` in `fit` for a trainer or a module that cuts or updates by itself.
+    Raises `InputError` in `fit` if the trainer accumulates gradients or clips by value, or if the
+    module optimizes manually.
     """
 
     strategy_name = "anybatch"
@@ -93,7 +95,7 @@ class AnyBatch(DDPStrategy):
         self._beside: dict[str, Any] = {}
         self._gradients: list[Tensor | None] = []
 
-    # ---------------------------------------------------------------------- what the host calls
+    # --------------------------------------------------------------------- called by Lightning
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -101,7 +103,7 @@ class AnyBatch(DDPStrategy):
         return whole if self._trains else super().distributed_sampler_kwargs
 
     def configure_ddp(self) -> None:
-        """Not wrapped: Step exchanges the gradients."""
+        """Does not wrap the model: Step exchanges the gradients."""
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
@@ -155,7 +157,7 @@ class AnyBatch(DDPStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         module = self.lightning_module
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        # The host has set them to None since.
+        # Lightning has set them to None in the meantime.
         for parameter, gradient in zip(module.parameters(), self._gradients, strict=True):
             parameter.grad = gradient
         self._gradients = []
@@ -173,7 +175,7 @@ class AnyBatch(DDPStrategy):
             self._step = None
         super().teardown()
 
-    # ---------------------------------------------------------------------- what Step calls
+    # -------------------------------------------------------------------------- called by Step
 
     @property
     def _trains(self) -> bool:
@@ -187,14 +189,15 @@ class AnyBatch(DDPStrategy):
             self._loss,
             precision=_PRECISIONS.get(self.precision_plugin.precision, "fp32"),
             clip_norm=self.lightning_module.trainer.gradient_clip_val or None,
-            keep_grad=True,  # hooks may look at it
+            keep_grad=True,  # hooks may read it
             count_samples=batch_size,
             slice_batch=self._cut,
             **self._options,
         )
 
     def _loss(self, module: nn.Module, batch: Any) -> Loss:
-        """The module's loss of one micro-batch, as a sum over its items, and what it logs."""
+        """Returns the module's loss of one micro-batch, as a sum over its items, with the logged
+        metrics."""
         items, metrics = self._count_items(batch), {}
 
         def log(name: str, value: Any, *args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Ray Train: a task inside a `TorchTrainer`, on any number of workers.
+"""Ray Train integration: trains a task inside a `TorchTrainer`, on any number of workers.
 
     from anybatch.integrations.ray import train
 
@@ -7,8 +7,8 @@
 
     TorchTrainer(train_loop_per_worker, scaling_config=ScalingConfig(num_workers=4)).fit()
 
-Ray starts the workers, makes the process group and restarts what fails; the checkpoints are Ray's, in
-its storage. A restart may have another number of workers: the global batch stays what it is.
+Ray starts the workers, creates the process group and restarts workers after a failure. Checkpoints are
+Ray's, in its storage. The number of workers may change in a restart; the global batch does not.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ def train(
     sinks: Sequence[Sink] = (),
     **options: Any,
 ) -> nn.Module:
-    """Train `task` to its end on this worker and all others; each calls it.
+    """Train `task` to its end on all workers. Each worker must call this.
 
     Metrics are reported to Ray after each evaluation, with each checkpoint and at the end: `step`,
-    `epoch`, `samples_seen` and `loss` of the last step, `held_out_loss` and, of each metric,
-    `held_out_NAME` of the last evaluation.
+    `epoch`, `samples_seen` and `loss` of the last step, and `held_out_loss` and one `held_out_NAME` per
+    metric of the last evaluation.
 
     Args:
-        task: what to train.
-        memory: budget of each worker, see `anybatch.train`.
-        plan: run this plan instead of making one.
+        task: task to train.
+        memory: budget per worker, see `anybatch.train`.
+        plan: plan to follow instead of making one.
         checkpoint_every: see `anybatch.train`.
-        folder: where checkpoints are made before Ray copies them to its storage. All workers see it;
-            None: a temporary folder, for workers on one machine.
+        folder: folder in which checkpoints are written before Ray copies them to its storage,
+            accessible to all workers; None: a temporary folder, for workers on one machine.
         sinks: called with each event, on the worker of rank 0.
-        options: of `anybatch.plan`.
+        options: options of `anybatch.plan`.
 
     Returns the trained module, in evaluation mode.
 
     Raises:
-        InputError: it is not called by a worker of Ray Train; or workers on several machines have no
-            folder.
+        InputError: this process is not a Ray Train worker, or there are workers on several machines and
+            no folder.
         NoPlanFits, LossError, DataError, PeerFailed, PeerLost: see `Session.steps`. Ray restarts the
-            workers if its `FailureConfig` says so.
+            workers according to its `FailureConfig`.
     """
     _imported()
     every = Every.parse(checkpoint_every)
@@ -84,7 +84,7 @@ def train(
         is_saved = saver.saved_step == session.num_steps
         if task.valid is not None and not session.evaluated_now:
             session.evaluate()
-            is_saved = False  # with these metrics
+            is_saved = False  # not with these metrics
         if not is_saved:
             saver.save()
     return session.model.eval()
@@ -92,7 +92,7 @@ def train(
 
 @final
 class _Told:
-    """What the events of rank 0 say last."""
+    """Sink that keeps the latest metrics and checkpoint folder from the events of rank 0."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, Any] = {}
@@ -111,14 +111,15 @@ class _Told:
 
 @final
 class _Saver:
-    """Saves and reports, on all workers after the same step: Ray's `report` waits for each of them."""
+    """Saves and reports, on all workers after the same step, since Ray's `report` waits for all of
+    them."""
 
     def __init__(self, session: Session, every: Every, told: _Told) -> None:
         self._session, self._every, self._told = session, every, told
         self.saved_step, self._saved_time = session.num_steps, time.monotonic()
 
     def after(self) -> None:
-        """What is due after a step."""
+        """Save or report after a step, if due."""
         session, every = self._session, self._every
         passed = session.num_steps - self.saved_step
         if Wish.SAVE in session.wished or (every.steps and passed >= every.steps):
@@ -126,10 +127,10 @@ class _Saver:
         elif session.evaluated_now:
             self._report()
         if every.seconds and leads() and time.monotonic() - self._saved_time >= every.seconds:
-            session.wish |= Wish.SAVE  # which all workers know of after the next step
+            session.wish |= Wish.SAVE  # known to all workers after the next step
 
     def save(self) -> None:
-        """Save, and hand the checkpoint to Ray."""
+        """Save a checkpoint and report it to Ray."""
         session, told = self._session, self._told
         session.wish &= ~Wish.SAVE
         session.save(wait=True)
@@ -140,7 +141,7 @@ class _Saver:
 
     def _report(self, folder: str | None = None) -> None:
         ray_train = _imported()
-        # A folder of its own in it, as it is found again.
+        # The parent, so that `resume` finds the checkpoint as a folder inside it.
         checkpoint = (
             ray_train.Checkpoint.from_directory(str(Path(folder).parent)) if folder else None
         )
@@ -148,19 +149,20 @@ class _Saver:
 
 
 def _resume(session: Session, folder: Path) -> None:
-    """Go on from the checkpoint that Ray has, if it has one."""
+    """Resume from Ray's checkpoint, if there is one."""
     checkpoint = _imported().get_checkpoint()
     if checkpoint is None:
         return
     if leads():
         checkpoint.to_directory(str(folder))
-    exchange(None)  # the others wait for it
+    exchange(None)  # the other workers wait for the copy
     session.resume()
 
 
 @contextlib.contextmanager
 def _shared(folder: str | Path | None) -> Iterator[Path]:
-    """A folder that all workers see: an empty one below `folder`, which rank 0 takes away again."""
+    """Context manager that yields a folder accessible to all workers: a new one in `folder`, which rank
+    0 deletes at the end."""
     member = find()
     if folder is None and member is not None and member.local_world_size < member.world_size:
         raise InputError(
@@ -179,7 +181,8 @@ def _shared(folder: str | Path | None) -> Iterator[Path]:
 
 
 def _imported() -> Any:
-    """ray.train. Raises `InputError` if it cannot be imported, or this process is no worker of it."""
+    """Returns the module `ray.train`. Raises `InputError` if it cannot be imported, or if this process
+    is not a Ray Train worker."""
     try:
         ray_train: Any = import_module("ray.train")
     except ImportError as error:

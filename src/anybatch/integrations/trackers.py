@@ -1,10 +1,10 @@
-"""Sinks that send the curves of a run to an experiment tracker.
+"""Sinks that log the curves of a run to an experiment tracker.
 
     ab.train(task, sinks=[WandbLog(project="digits")])         anybatch train digits --track wandb
 
-Each run of training is one run of the tracker, with the settings and the plan as its configuration and
-the curves of the TensorBoard log, under the same names, against steps. Where and as whom the tracker
-writes is its own matter: `WANDB_MODE`, `MLFLOW_TRACKING_URI`, `TRACKIO_SPACE_ID`.
+Each training run becomes one run of the tracker. Its configuration contains the settings and the plan;
+its curves are those of the TensorBoard log, with the same names, by step. Destination and account are
+configured in the tracker: `WANDB_MODE`, `MLFLOW_TRACKING_URI`, `TRACKIO_SPACE_ID`.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from anybatch.report.tensorboard import Scalars, scalars_of, settings_of
 
 
 class TrackerLog:
-    """What the sinks of this module have in common. Use one as a context, or call `close`; the end of
-    the run closes it, too.
+    """Base class of the sinks in this module. Use it as a context manager, or call `close`; the end of
+    the run also closes it.
 
-    A tracker that fails does not end training: one warning says so, and the rest is left out.
+    If the tracker fails, training continues: a warning is issued once, and later events are not logged.
 
     Args:
-        project: where the tracker puts the run (MLflow: the experiment).
-        name: of the run; None: the tracker finds one.
+        project: project of the run (in MLflow, its experiment).
+        name: name of the run; None: chosen by the tracker.
 
     Raises `InputError` if the library cannot be imported.
     """
 
     library: str
-    """The module that is imported."""
+    """Name of the module to import."""
 
     def __init__(self, project: str = "anybatch", name: str | None = None) -> None:
         self._is_open = False
-        # Opened here and not at the first event: its memory is not training's.
+        # Opened here, not at the first event, so that its memory does not count as training's.
         self._open(_imported(self.library), project, name)
         self._is_open = True
 
@@ -51,7 +51,7 @@ class TrackerLog:
                 self._log(values, getattr(event, "step", 0), event.time)
             elif isinstance(event, RunEnded):
                 self.close(failed=not event.finished)
-        except Exception as error:  # of a network, a disk, a service
+        except Exception as error:  # from the network, the disk or the service
             self._is_open = False
             warnings.warn(
                 f"{self.library} has failed ({error}). Training goes on without it; events.jsonl in the"
@@ -60,8 +60,7 @@ class TrackerLog:
             )
 
     def close(self, failed: bool = False) -> None:
-        """End the run of the tracker; `failed`: as one that did not come to its end. Closing twice does
-        no harm."""
+        """End the run of the tracker; `failed` marks it as failed. Can be called more than once."""
         if self._is_open:
             self._is_open = False
             self._end(failed)
@@ -72,7 +71,7 @@ class TrackerLog:
     def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
         self.close(failed=kind is not None)
 
-    # The interface of wandb, which trackio has, too.
+    # The interface of wandb, which trackio shares.
 
     def _open(self, library: Any, project: str, name: str | None) -> None:
         self._run = library.init(project=project, name=name)
@@ -88,7 +87,7 @@ class TrackerLog:
 
 
 class WandbLog(TrackerLog):
-    """Sends a run to Weights & Biases."""
+    """Logs a run to Weights & Biases."""
 
     library = "wandb"
 
@@ -97,13 +96,13 @@ class WandbLog(TrackerLog):
 
 
 class TrackioLog(TrackerLog):
-    """Sends a run to Trackio."""
+    """Logs a run to Trackio."""
 
     library = "trackio"
 
 
 class MlflowLog(TrackerLog):
-    """Sends a run to MLflow; the plan is an artifact, `plan.json`."""
+    """Logs a run to MLflow; the plan is logged as an artifact, `plan.json`."""
 
     library = "mlflow"
 
@@ -130,12 +129,12 @@ class MlflowLog(TrackerLog):
 TRACKERS: Mapping[str, type[TrackerLog]] = {
     kind.library: kind for kind in (WandbLog, MlflowLog, TrackioLog)
 }
-"""By the names that `--track` takes."""
+"""Sinks by the names that `--track` accepts."""
 
 
 def check_tracker(name: str) -> type[TrackerLog]:
-    """The sink for the tracker called `name`. Raises `InputError` if there is none, or its library
-    cannot be imported."""
+    """Returns the sink class for the tracker `name`. Raises `InputError` if there is none, or if its
+    library cannot be imported."""
     if name not in TRACKERS:
         raise InputError(f"track is {name!r}: choose one of {', '.join(TRACKERS)}.")
     _imported(name)

@@ -1,4 +1,4 @@
-"""transformers' `Trainer`, and trainers derived from it, at a global batch of any size.
+"""Mixin for transformers' `Trainer` and its subclasses, for a global batch of any size.
 
     class Trainer(AnyBatch, transformers.Trainer):
         pass
@@ -6,10 +6,11 @@
     trainer = Trainer(model, args, train_dataset=data, global_batch=512, memory="22GiB")
     trainer.train()
 
-Loop, callbacks, logging, evaluation, schedule and checkpoints stay the host's. Its loader yields one
-batch per optimizer step, this rank's share of the global batch, and `training_step` gives that to a
-`Step`, which cuts it and makes the update. When the host then clips the gradient and steps the
-optimizer, both are done already: it only reads the norm.
+Training loop, callbacks, logging, evaluation, schedule and checkpoints remain those of the `Trainer`.
+Its loader yields one batch per optimizer step, this rank's share of the global batch, which
+`training_step` passes to a `Step`. The `Step` cuts it into micro-batches and makes the update. When the
+`Trainer` then clips the gradient and steps the optimizer, both are already done, and it only reads the
+norm.
 """
 
 from __future__ import annotations
@@ -38,25 +39,25 @@ else:
 
 
 class AnyBatch(_Host):
-    """Mixin in front of `transformers.Trainer` or a class derived from it.
+    """Mixin for `transformers.Trainer` or a subclass, to be listed before it in the bases.
 
-    It sets `per_device_train_batch_size` to the share of a rank. The gradient is that of the mean over
-    all items of the global batch, on all ranks: labels that are not -100, or samples where there are
-    no labels. A `compute_loss` or `compute_loss_func` of yours returns a sum divided by
-    `num_items_in_batch`, or a plain mean over these items; for another mean override `count_items`.
+    `per_device_train_batch_size` is set to the share of a rank. The gradient is that of the mean over
+    all items of the global batch, on all ranks. Items are labels that are not -100, or samples if there
+    are no labels. A custom `compute_loss` or `compute_loss_func` has to return a sum divided by
+    `num_items_in_batch`, or a plain mean over these items; for another mean, override `count_items`.
 
-    On several ranks the last batch of an epoch is what is left, not filled up with samples that were
-    seen already (from an `IterableDataset` it is, as the host has it). What `compute_loss` gathers
-    from other ranks for metrics of its own is of this rank alone, since ranks may differ in their
-    number of micro-batches.
+    On several ranks, the last batch of an epoch contains the remaining samples and is not filled up
+    with samples that were seen already (except from an `IterableDataset`, as in the `Trainer`). Values
+    that `compute_loss` gathers for metrics are those of this rank only, since the number of
+    micro-batches may differ between ranks.
 
     Args:
-        global_batch: samples per optimizer step, of all ranks together.
-        memory: budget of each rank, see `Step`; None: plan for what is free.
+        global_batch: samples per optimizer step, over all ranks.
+        memory: budget per rank, see `Step`; None: plan for the free memory.
         micro_batch, sinks: see `Step`.
-        args, kwargs: of the host.
+        args, kwargs: arguments of the `Trainer`.
 
-    Raises `InputError` for arguments of the host that set the batch, too, or divide the model.
+    Raises `InputError` if arguments of the `Trainer` also set the batch, or divide the model.
     """
 
     def __init__(
@@ -81,8 +82,8 @@ class AnyBatch(_Host):
         super().__init__(*args, **kwargs)
 
     def count_items(self, inputs: dict[str, Any]) -> Tensor | float:
-        """The number of items that the loss of `inputs` is a mean over: labels that are not -100, or
-        samples. A scalar tensor or a number."""
+        """Returns the number of items that the loss of `inputs` is a mean over, as a scalar tensor or a
+        number: labels that are not -100, or samples if there are no labels."""
         labels = inputs.get("shift_labels", inputs.get("labels"))
         if not isinstance(labels, Tensor):
             return float(batch_size(inputs))
@@ -90,7 +91,7 @@ class AnyBatch(_Host):
             labels = labels[..., 1:]
         return labels.ne(-100).sum()
 
-    # ---------------------------------------------------------------------- what the host calls
+    # ----------------------------------------------------------------- called by the `Trainer`
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -114,10 +115,10 @@ class AnyBatch(_Host):
         args.per_device_train_batch_size = -(-self.global_batch // args.world_size)
 
         def prepare_model(model: nn.Module, *_: Any, **__: Any) -> nn.Module:
-            accelerator._models.append(model)  # else the host prepares it in each evaluation
+            accelerator._models.append(model)  # else the `Trainer` prepares it in each evaluation
             return model
 
-        # No DistributedDataParallel or autocast around the model: Step does what they do.
+        # No DistributedDataParallel or autocast around the model: Step replaces both.
         accelerator.prepare_model = prepare_model
         accelerator.prepare_optimizer = lambda optimizer, *_, **__: _Updated.of(optimizer)
 
@@ -164,7 +165,7 @@ class AnyBatch(_Host):
         step = self._step = self._step or self._make_step(model, optimizer.optimizer)
         batch = dict(inputs)
         self._cut.expect(batch)
-        # compute_loss is of this rank: Step adds up over the ranks.
+        # compute_loss is for this rank alone: Step sums over the ranks.
         accelerator: Any = self.accelerator
         accelerator.gather_for_metrics = lambda values, *_, **__: values
         scales, self.args.average_tokens_across_devices = (
@@ -179,7 +180,7 @@ class AnyBatch(_Host):
         return torch.tensor(self._outcome.loss, device=self.args.device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> None:
-        """None: each micro-batch is counted by itself."""
+        """Returns None: the items of each micro-batch are counted separately."""
 
     def _clip_grad_norm(self, model: nn.Module) -> float:
         return self._get_grad_norm(model)
@@ -188,7 +189,7 @@ class AnyBatch(_Host):
         assert self._outcome is not None
         return self._outcome.grad_norm
 
-    # ---------------------------------------------------------------------- what Step calls
+    # -------------------------------------------------------------------------- called by Step
 
     def _make_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
         args = self.args
@@ -200,25 +201,25 @@ class AnyBatch(_Host):
             precision=("tf32" if args.tf32 else "fp32") if precision == "no" else precision,
             clip_norm=args.max_grad_norm or None,
             compile=bool(args.torch_compile),
-            keep_grad=True,  # callbacks may look at it
+            keep_grad=True,  # callbacks may read it
             count_samples=batch_size,
             slice_batch=self._cut,
             **self._options,
         )
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any]) -> Loss:
-        """The host's loss of one micro-batch, as a sum over its items."""
+        """Returns the `Trainer`'s loss of one micro-batch, as a sum over its items."""
         items = torch.as_tensor(self.count_items(inputs))
         mean: Any = self.compute_loss(model, dict(inputs), num_items_in_batch=items.clamp(min=1))
         return Loss(mean * items, items)
 
 
 class _Updated(AcceleratedOptimizer):
-    """The optimizer as the host holds it: when that steps it, `Step` has made the update."""
+    """The optimizer that the `Trainer` steps; `Step` has already made the update by then."""
 
     @classmethod
     def of(cls, optimizer: Any) -> _Updated:
         return optimizer if isinstance(optimizer, cls) else cls(optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Nothing."""
+        """Does nothing."""

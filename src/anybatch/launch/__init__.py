@@ -1,4 +1,4 @@
-"""launch: ranks started, found and joined, on one machine or several."""
+"""Launch: starts ranks, finds their membership and joins them, on one machine or several."""
 
 from __future__ import annotations
 

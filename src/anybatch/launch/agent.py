@@ -1,15 +1,16 @@
-"""Ranks started on this machine: a command of anybatch (`run_command`), or a function (`call`).
+"""Starts ranks on this machine: a command of anybatch (`run_command`) or a function (`call`).
 
-Both hand the work to torch's elastic agent (`elastic`), which runs here, in the process that asks.
-Ranks are fresh interpreters, never forks: what this process has done with torch before does not
-matter. On several machines the same call is made on each, with one rendezvous.
+Both delegate to torch's elastic agent (`elastic`), which runs in the calling process. Ranks are
+fresh interpreters, never forks, so the state of torch in the calling process does not affect them.
+On several machines, the same call is made on each, with one rendezvous.
 
-The environment of a rank is this process's own and, added by the agent: `RANK`, `WORLD_SIZE`,
-`LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `GROUP_RANK`, `GROUP_WORLD_SIZE`, `ROLE_RANK`, `ROLE_WORLD_SIZE`,
-`ROLE_NAME`, `MASTER_ADDR`, `MASTER_PORT`, `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT`,
-`TORCHELASTIC_MAX_RESTARTS`, `TORCHELASTIC_USE_AGENT_STORE`, `TORCH_NCCL_ASYNC_ERROR_HANDLING`; and
-`ANYBATCH_LAUNCHED` and `ANYBATCH_ATTEMPT`, by which `find` knows who started it, and how often.
-`TORCHELASTIC_RESTART_COUNT` is the same number as the last. This process's own is not changed.
+The environment of a rank is that of the calling process plus the variables that the agent adds:
+`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `GROUP_RANK`, `GROUP_WORLD_SIZE`,
+`ROLE_RANK`, `ROLE_WORLD_SIZE`, `ROLE_NAME`, `MASTER_ADDR`, `MASTER_PORT`, `TORCHELASTIC_RUN_ID`,
+`TORCHELASTIC_RESTART_COUNT`, `TORCHELASTIC_MAX_RESTARTS`, `TORCHELASTIC_USE_AGENT_STORE`,
+`TORCH_NCCL_ASYNC_ERROR_HANDLING`; and `ANYBATCH_LAUNCHED` and `ANYBATCH_ATTEMPT`, from which `find`
+determines the launcher and the number of the attempt. `TORCHELASTIC_RESTART_COUNT` equals
+`ANYBATCH_ATTEMPT`. The environment of the calling process is not modified.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOCAL_TIMEOUT_SECONDS = 60.0
-"""Within which the ranks of one machine have to meet."""
+"""Time limit for the ranks of a single machine to meet."""
 
 TIMEOUT_SECONDS = 300.0
-"""Within which several machines have to meet: some are still being started."""
+"""Time limit for several machines to meet, some of which may still be starting."""
 
 GRACE_SECONDS = 30.0
-"""That ranks get to end after a signal, or after one of them failed, before they are killed. torch
-gives no more than this after a failure."""
+"""Time that ranks have to end after a signal, or after one of them failed, before they are killed.
+After a failure, torch allows no more than this."""
 
 ELASTIC_RESTARTS = 3
-"""Restarts where the number of machines may change, and nobody says how many: a machine that goes takes
-its ranks with it, which costs one."""
+"""Default number of restarts if the number of machines may change. A machine that leaves takes its
+ranks with it, which costs one restart."""
 
 _LAST_LINES = 40  # a stack is shown with its innermost call first
 _SECRET_LENGTH = 16
@@ -68,24 +69,25 @@ _CLEANUP_SECONDS = 10.0
 
 
 class Options(TypedDict, total=False):
-    """How ranks are started, beside their number on this machine. On several machines the same call is
-    made on each.
+    """Options for starting ranks, in addition to their number on this machine. On several machines
+    the same call is made on each.
 
     Keys:
-        nodes: machines, 1 by default. A pair: the least and the most that there may be. When one of
-            them is gone the others go on, and one that comes (back) is taken in: the ranks get SIGTERM,
-            and start again together.
-        rendezvous: `HOST:PORT`, a port of one of the machines, needed for several and unused for one.
-            That machine has to stay: the others do not go on without it.
-        secret: of several machines, the same on each; see `SECRET`, whose value it is by default.
-        timeout_seconds: within which they have to meet.
+        nodes: number of machines (default: 1), or a pair of the minimum and the maximum number.
+            With a pair, the remaining machines continue if one is lost, and a machine that joins or
+            rejoins is admitted: the ranks get SIGTERM, and are restarted together.
+        rendezvous: `HOST:PORT`, a port of one of the machines; required for several machines,
+            unused for one. The other machines cannot continue without that machine.
+        secret: shared secret of several machines, the same on each. Default: the value of the
+            environment variable named by `SECRET`.
+        timeout_seconds: time limit for the machines to meet.
         grace_seconds: see `GRACE_SECONDS`.
-        restarts: how often all ranks are started again, at most, after one died without a word (killed;
-            its machine lost power), lost its peer, was stuck, or ran out of memory where no step could
-            be undone. What a rank says by itself ends the run: a status of 2, 3 or 75, an exception of
-            the user's code. Default: 0, or where the number of machines may change
-            `ELASTIC_RESTARTS`. Machines that come do not count. Each restart is told in a line on
-            standard error.
+        restarts: maximum number of restarts of all ranks after one died without reporting an error
+            (killed, or its machine lost power), lost its peer, was stuck, or ran out of memory
+            where no step could be undone. An outcome that a rank reports itself ends the run: a
+            status of 2, 3 or 75, or an exception of the user's code. Default: 0, or
+            `ELASTIC_RESTARTS` if the number of machines may change. Restarts because a machine
+            joined do not count. Each restart is reported in a line on standard error.
     """
 
     nodes: int | tuple[int, int]
@@ -99,23 +101,23 @@ class Options(TypedDict, total=False):
 def run_command(
     arguments: Sequence[str], ranks: int, *, module: str = "anybatch", **options: Unpack[Options]
 ) -> int:
-    """Run `python -m MODULE ARGUMENTS` as ranks, and wait for their end.
+    """Run `python -m MODULE ARGUMENTS` as ranks, and wait for them to end.
 
-    Rank 0 writes to this process's own output. The others write to files; if one fails, its last
-    lines are written to standard error. SIGINT and SIGTERM are passed on.
+    Rank 0 writes to the stdout and stderr of this process. The other ranks write to files; if one
+    fails, its last lines are written to standard error. SIGINT and SIGTERM are forwarded.
 
     Args:
-        arguments: of the command.
-        ranks: processes on this machine.
-        module: whose command it is.
+        arguments: arguments of the command.
+        ranks: number of processes on this machine.
+        module: module that implements the command.
         options: see `Options`.
 
     Returns:
-        The exit status: 0, or that of the rank that failed first, on whichever machine, 128 and the
-        signal's number if it was killed by one.
+        The exit status: 0, or that of the rank that failed first on any machine, or 128 plus the
+        signal number if a signal killed that rank.
 
     Raises:
-        InputError: something in the arguments cannot be, or this process is a rank itself.
+        InputError: an argument is invalid, or this process is itself a rank.
         LaunchError: the machines did not meet.
     """
     with _prepared(ranks, silence_fails=False, **options) as orders:
@@ -128,7 +130,7 @@ def run_command(
             if status and not _tell_of_stop(ends) and status == Stopped.exit_status:
                 _tell(early_stop_signal.BEFORE_THE_FIRST_STEP)
             if {end.status for end in ends} == {Stopped.exit_status}:
-                _delete(orders.logs)  # each has said what was told
+                _delete(orders.logs)  # each log repeats the message above
             return status
         cause = ending.cause or first(ends)
         if ending.silent or ending.lost is not None:
@@ -141,14 +143,14 @@ def run_command(
         zero = next((end for end in ends if end.rank == 0), None)
         is_told = zero is not None and not zero.is_told_by_agent and zero.status == cause.status
         if is_told or _tell_of_stop([cause]):
-            _delete(orders.logs)  # what is in them, rank 0 has told
+            _delete(orders.logs)  # rank 0 has already printed their content
         else:
             _tell(_tale(orders, ending, cause))
         return cause.status if cause.status > 0 else 128 - cause.status
 
 
 def parse_nodes(text: str) -> int | tuple[int, int]:
-    """The number of machines that a user writes: `4`, or `2:4` for the least and the most.
+    """Parse the number of machines: `4`, or `2:4` for the minimum and the maximum.
 
     Raises `InputError`.
     """
@@ -163,29 +165,29 @@ def parse_nodes(text: str) -> int | tuple[int, int]:
 
 
 def call(function: Callable[..., T], *args: Any, ranks: int, **options: Unpack[Options]) -> list[T]:
-    """Run `function(*args)` in each of several processes, and return what they return.
+    """Run `function(*args)` in each of several processes, and return the results.
 
-    The function may be a lambda, and may be defined in a script or a notebook's cell: it travels by
-    value where it cannot be imported. It joins the others itself (`find`, `join`). Rank 0 writes to
-    this process's `sys.stdout` and `sys.stderr`, others to files.
+    The function may be a lambda, and may be defined in a script or a notebook cell: it is pickled
+    by value if it cannot be imported. It has to join the other ranks itself (`find`, `join`). Rank
+    0 writes to this process's `sys.stdout` and `sys.stderr`, the other ranks to files.
 
     Args:
-        function: what each rank runs.
-        args: what it is given.
-        ranks: processes on this machine.
+        function: function that each rank runs.
+        args: arguments of the function.
+        ranks: number of processes on this machine.
         options: see `Options`.
 
     Returns:
-        The results of the ranks on this machine, in their order, of the last start.
+        The results of the ranks on this machine, in order of rank, from the last attempt.
 
     Raises:
-        InputError: something in the arguments cannot be, or this process is a rank itself.
+        InputError: an argument is invalid, or this process is itself a rank.
         LaunchError: the machines did not meet, or a rank ended without a result.
-        KeyboardInterrupt: SIGINT has come; the ranks have ended.
+        KeyboardInterrupt: SIGINT was received; the ranks have ended.
 
-    What a rank raised is raised here, of its own type, with the rank in a note and its traceback as
-    the cause. Of several that failed, it is the first; if that was on another machine, it is told in a
-    `LaunchError`.
+    An exception raised in a rank is raised here with its own type, with the rank in a note and the
+    rank's traceback as the cause. If several ranks failed, the first failure is raised; if it
+    occurred on another machine, it is raised as a `LaunchError`.
     """
     import cloudpickle
 
@@ -237,7 +239,8 @@ def _prepared(
     grace_seconds: float = GRACE_SECONDS,
     restarts: int | None = None,
 ) -> Iterator[Orders]:
-    """The orders, checked, and the folder that they name, for as long as it is needed."""
+    """Validate the options, and yield the orders. The folder that they name exists until the block
+    ends."""
     check_count(ranks, "ranks")
     least, most = _checked_nodes(nodes)
     if restarts is None:
@@ -257,7 +260,7 @@ def _prepared(
     if rendezvous is not None:
         meeting = parse_address(rendezvous.removeprefix("tcp://"), "rendezvous")
     if most == 1:
-        meeting = None  # nobody else is to come, so nothing listens for them
+        meeting = None  # no other machine joins, so no port has to be opened
         secret = secrets.token_hex(_SECRET_LENGTH)
     else:
         secret = _checked_secret(secret)
@@ -276,7 +279,7 @@ def _prepared(
 
     folder = Path(tempfile.mkdtemp(prefix="anybatch-ranks-"))
     logs = Path(tempfile.mkdtemp(prefix="anybatch-logs-")).absolute()
-    # Around what is deleted here too: a second signal may end this process on its way out.
+    # Includes the deletions below: a second signal may end this process while it cleans up.
     with _cleanup_if_killed(folder, logs):
         try:
             yield Orders(
@@ -295,13 +298,14 @@ def _prepared(
         finally:
             _delete(folder)
             if logs.exists() and not any(log.stat().st_size for log in logs.iterdir()):
-                _delete(logs)  # what says nothing is of no use to anybody
+                _delete(logs)  # all logs are empty
 
 
 @contextmanager
 def _cleanup_if_killed(*folders: Path) -> Iterator[None]:
-    """When this process is killed, a shell reads the end of a pipe. It kills the groups of the ranks,
-    which have signed in to the first of `folders` (`worker`), and deletes them all."""
+    """Start a shell that cleans up if this process is killed, which it notices by the end of a
+    pipe. It kills the process groups of the ranks, which are registered in the first of `folders`
+    (`worker`), and deletes all `folders`."""
     shell = subprocess.Popen(
         ["sh", "-c", _CLEANUP, "sh", *map(str, folders)],
         stdin=subprocess.PIPE,
@@ -320,7 +324,7 @@ def _cleanup_if_killed(*folders: Path) -> Iterator[None]:
 
 
 def _checked_nodes(nodes: int | tuple[int, int]) -> tuple[int, int]:
-    """The least and the most machines. Raises `InputError`."""
+    """The minimum and the maximum number of machines. Raises `InputError`."""
     least, most = (nodes, nodes) if isinstance(nodes, int) else nodes
     if not 1 <= least <= most:
         rule = "give a whole number of at least 1, or a pair of them, the least and the most"
@@ -329,7 +333,7 @@ def _checked_nodes(nodes: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def read_secret(path: Path) -> str:
-    """The secret that the machines of a run share, from a file. Raises `InputError`."""
+    """Read the secret that the machines of a run share from a file. Raises `InputError`."""
     try:
         return path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -340,7 +344,8 @@ def read_secret(path: Path) -> str:
 
 
 def _checked_secret(secret: str | None) -> str:
-    """The secret, or what `SECRET` holds. Raises `InputError`."""
+    """The secret, or the value of the environment variable named by `SECRET` if it is None. Raises
+    `InputError`."""
     secret = secret if secret is not None else os.environ.get(SECRET, "")
     if len(secret) < _SECRET_LENGTH:
         state = f"has {len(secret)} characters" if secret else "is missing"
@@ -358,8 +363,9 @@ def _delete(folder: Path) -> None:
 
 @contextmanager
 def _forwarded(folder: Path) -> Iterator[None]:
-    """Rank 0's output comes out of `sys.stdout` and `sys.stderr`. Where those are not this process's
-    own (a notebook's cell, say), it passes through a pipe and a thread."""
+    """Forward the output of rank 0 to `sys.stdout` and `sys.stderr`. If these are not this
+    process's own streams (in a notebook cell, for example), the output passes through a pipe and a
+    thread."""
     with ExitStack() as stack:
         for name, number in (("stdout", 1), ("stderr", 2)):
             stream: TextIO = getattr(sys, name)
@@ -376,7 +382,7 @@ def _forwarded(folder: Path) -> Iterator[None]:
 def _pump(pipe: Path, stream: TextIO) -> Iterator[None]:
     import codecs
 
-    # Open for both, so that the pipe is there before rank 0 and does not end with it.
+    # Opened for reading and writing, so that the pipe exists before rank 0 and outlives it.
     source = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
     waker, wake = os.pipe()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -387,7 +393,7 @@ def _pump(pipe: Path, stream: TextIO) -> Iterator[None]:
             if source in ready:
                 stream.write(decoder.decode(os.read(source, 1 << 16)))
                 stream.flush()
-            elif waker in ready:  # and nothing is left in the pipe
+            elif waker in ready:  # and the pipe is empty
                 return
 
     thread = threading.Thread(target=pump, name="anybatch-output", daemon=True)
@@ -405,7 +411,7 @@ def _pump(pipe: Path, stream: TextIO) -> Iterator[None]:
 
 
 def _error(orders: Orders, ending: Ending) -> Exception | None:
-    """What a call raises, with its notes and its cause; None if all ranks have returned."""
+    """The exception that a call raises, with its notes and its cause; None if all ranks returned."""
     ends = [ending.ends[local] for local in sorted(ending.ends)]
     failed = sorted((end for end in ends if not end.is_good), key=lambda end: (end.when, end.rank))
     later = failed
@@ -428,7 +434,7 @@ def _error(orders: Orders, ending: Ending) -> Exception | None:
 
 
 def _raised(orders: Orders, ending: Ending, end: End) -> Exception:
-    """What a rank of a call raised, of its own type where that can be had."""
+    """The exception that a rank of a call raised, with its own type if it can be unpickled."""
     import cloudpickle
 
     who = end.who(ending.world_size, several=False)
@@ -442,7 +448,7 @@ def _raised(orders: Orders, ending: Ending, end: End) -> Exception:
     error = _unpacked(told["error"])
     if error is None:
         error = LaunchError(f"{who} raised {told['what']}\n\n{told['traceback']}")
-    if not end.stack:  # else the error shows it
+    if not end.stack:  # otherwise the error message shows it
         error.__cause__ = LaunchError(f"on {who}:\n\n{told['traceback']}")
     error.add_note(f"on {who}")
     return error
@@ -459,7 +465,7 @@ def _stem(orders: Orders, ending: Ending, local: int) -> Path:
 
 
 def _unpacked(packed: bytes | None) -> Exception | None:
-    """The exception itself, if it can be had and is one that may pass through the caller."""
+    """The unpickled exception; None if it cannot be unpickled, or is not an `Exception`."""
     import cloudpickle
 
     if packed is None:
@@ -472,7 +478,7 @@ def _unpacked(packed: bytes | None) -> Exception | None:
 
 
 def _tail(path: Path) -> str:
-    """The last lines of a log, introduced; nothing if there are none."""
+    """The last lines of a log, with an introduction; empty if there are none."""
     if not path.exists():
         return ""
     lines = path.read_text("utf-8", "replace").splitlines()[-_LAST_LINES:]
@@ -488,21 +494,21 @@ def _tell(sentence: str) -> None:
 
 
 def _status_after(number: signal.Signals, ends: Sequence[End]) -> int:
-    """Of a command that was sent the signal `number`."""
+    """Exit status of a command that received the signal `number`."""
     if all(end.status == 0 for end in ends):
         return 0
     said = [end for end in ends if end.spoke or end.status in SAID_BY_STATUS]
     statuses = [end.status for end in said if end.status and not end.has_lost_a_peer]
     if statuses:
         return statuses[0]
-    # Ranks that end of it had not yet begun to answer it.
+    # Ranks that the signal killed had not yet installed their handlers.
     unbegun = number != signal.SIGINT and any(end.status == -number for end in ends)
     return Stopped.exit_status if unbegun else 128 + number
 
 
 def _tell_of_stop(ends: Sequence[End]) -> bool:
-    """Tell that the ranks have stopped as they were asked to, if that is how one of `ends` came about.
-    Whether it is."""
+    """Report that the ranks stopped as requested, if one of `ends` says so. Returns whether it
+    does."""
     sentence = next((end.was_stopped for end in ends if end.was_stopped), "")
     if sentence:
         _tell(sentence)
@@ -518,12 +524,12 @@ def _tale(orders: Orders, ending: Ending, cause: End) -> str:
 
 
 def _below(stack: str) -> str:
-    """A stack, to be put below a sentence."""
+    """A stack, formatted to follow a sentence."""
     return stack and f"\n{stack}"
 
 
 def _gone(orders: Orders, ending: Ending) -> str:
-    """Other machines, or the way to them, are gone."""
+    """Error message for machines that were lost, or to which the connection was lost."""
     from anybatch.launch.network import joined
 
     place = joined(*orders.meeting) if orders.meeting else "this machine"

@@ -1,8 +1,8 @@
-"""Board: what each rank says of itself, for the others to read, whatever the rank's main thread does.
+"""Board: messages of each rank that the other ranks can read, whatever its main thread is doing.
 
-It hangs in the store where the ranks met, which outlives any one rank where the agent serves it. A
-store that does not answer keeps whoever asks it waiting, so a thread of its own asks, through a
-connection of its own, and what it has heard last lies here to be read at once.
+The messages are kept in the store where the ranks met, which outlives any single rank if the agent
+serves it. A store that does not answer blocks its client, so a separate thread queries it through a
+separate connection. The last messages received are cached here, and can be read without blocking.
 """
 
 from __future__ import annotations
@@ -22,25 +22,28 @@ _ANSWER_SECONDS = 30.0
 _CLOSE_SECONDS = 2.0
 
 _NUM_TRIALS = 3
-"""A store that failed so often in a row is gone: torch writes to standard error each time."""
+"""Number of consecutive failures after which the store is considered lost: torch writes to standard
+error at each of them."""
 
 _num_boards = 0
-"""Of this process, and alike on all ranks: they open them together."""
+"""Number of boards opened by this process. It is the same on all ranks, since they open boards
+together."""
 
 
 @final
 class Board:
-    """The words of `size` ranks, seen from `rank`. `close` ends its thread.
+    """Messages of `size` ranks, as seen from `rank`. `close` ends its thread.
 
     Args:
-        open_store: makes a connection to the store that all ranks see; called in the board's thread.
-        rank: this one.
+        open_store: creates a connection to the store that all ranks share; called in the board's
+            thread.
+        rank: this rank.
         size: number of ranks.
 
     Attributes:
-        words: of every rank, the last that was heard; empty for one that has said nothing yet.
-        verdict: what a rank said on being ended, the first to say something; empty: none has.
-        answered: when the store last answered, by the monotonic clock.
+        words: last message received from each rank; empty for a rank that has not sent one yet.
+        verdict: message of the first rank that announced why it is ended; empty if none has.
+        answered: time of the store's last answer, on the monotonic clock.
     """
 
     def __init__(self, open_store: Callable[[], Store], rank: int, size: int) -> None:
@@ -59,7 +62,8 @@ class Board:
         self._thread.start()
 
     def tell(self, word: str, ask: bool = False) -> None:
-        """Say `word` of this rank, and hear the others if `ask`. Does not wait."""
+        """Publish `word` as the message of this rank, and fetch those of the others if `ask`. Does
+        not block."""
         with self._changed:
             self._own = word
             self._asked = self._asked or ask
@@ -67,13 +71,14 @@ class Board:
             self._changed.notify_all()
 
     def announce(self, verdict: str, seconds: float) -> None:
-        """Say for all ranks why this one is ended, unless another has. Waits at most `seconds`."""
+        """Announce to all ranks why this one is ended, unless another rank has made an
+        announcement. Blocks for at most `seconds`."""
         with self._changed:
             self._announced = verdict
         self.refresh(seconds)
 
     def refresh(self, seconds: float) -> None:
-        """Hear the others now. Waits at most `seconds`."""
+        """Fetch the messages of the other ranks now. Blocks for at most `seconds`."""
         with self._changed:
             self._asked = True
             self._num_asked += 1
@@ -82,7 +87,7 @@ class Board:
             self._changed.wait_for(lambda: self._num_answered >= number, seconds)
 
     def close(self) -> None:
-        """What was said last has been said, if the store answers soon."""
+        """End the thread, after it has published the last message if the store answers in time."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -120,7 +125,7 @@ class Board:
 
     def _hear(self, store: Store) -> None:
         names = [f"word/{rank}" for rank in range(self.size)]
-        if store.check(names):  # else one has not begun, and would be waited for
+        if store.check(names):  # otherwise `multi_get` would block
             self.words = [word.decode(errors="replace") for word in store.multi_get(names)]
         else:
             there = [store.check([name]) for name in names]
@@ -133,8 +138,8 @@ class Board:
 
 
 def open_board(rank: int, size: int) -> Board | None:
-    """A board of the ranks of the process group, new for all of them; None where there is no group.
-    Every rank calls it equally often."""
+    """Open a new board for the ranks of the process group; None if there is no group. Every rank
+    has to call this equally often."""
     global _num_boards
     base = membership.store_of_group()
     if base is None or size == 1:

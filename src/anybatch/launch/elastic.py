@@ -1,13 +1,14 @@
-"""torch's elastic agent, run in this process: the part of the floor that imports it.
+"""torch's elastic agent, run in this process: the part of `launch` that imports it.
 
-torch brings: the rendezvous of agents, the processes, their variables, signals, and the loop that
-starts ranks, looks at them and starts them again. `_Agent` overrides two methods that torch documents
-for that: `_monitor_workers` (how the ranks do) and `_restart_workers` (whether they are started again
-at all). torch's own start ranks again after any failure, count on each machine by itself, and do not
-say what failed on another.
+torch provides the rendezvous of agents, the processes and their variables, signal handling, and the
+loop that starts, monitors and restarts ranks. `_Agent` overrides two methods that torch documents
+as extension points: `_monitor_workers` (the state of the ranks) and `_restart_workers` (whether
+they are restarted at all). torch's own implementations restart ranks after any failure, count
+restarts separately on each machine, and do not report what failed on another machine.
 
-The agent installs handlers for SIGTERM, SIGINT, SIGHUP, SIGQUIT and SIGUSR1 in the main thread; they
-are put back. In another thread signals are not handled. `os.environ` is not changed.
+The agent installs handlers for SIGTERM, SIGINT, SIGHUP, SIGQUIT and SIGUSR1 in the main thread; the
+previous handlers are restored. In another thread signals are not handled. `os.environ` is left
+unchanged.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from anybatch.process.threads import Reminder
 _POLL_SECONDS = 0.05
 
 LAST_CALL_SECONDS = 5.0
-"""For which machines wait for more of them, when there are enough but not as many as may be."""
+"""How long to wait for further machines after the minimum number, but not the maximum, has joined."""
 
 _SETTLE_SECONDS = 3.0
 _MEETING_SECONDS = 30.0
@@ -65,18 +66,18 @@ _UNLIMITED = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What an agent is to do.
+    """Configuration of an agent.
 
     Attributes:
-        ranks: processes on this machine.
-        least, most: machines.
-        meeting: host and port where the agents of several machines meet.
-        secret: that they share, and their ranks.
-        timeout_seconds: within which they have to.
-        grace_seconds: that ranks get to end after a signal, or after one of them failed.
-        restarts: how often all ranks are started again after one failed, see `exits`.
-        folder: private, for what passes between agent and ranks.
-        logs: where ranks but rank 0 write.
+        ranks: number of processes on this machine.
+        least, most: minimum and maximum number of machines.
+        meeting: host and port where the agents of several machines meet; None for one machine.
+        secret: secret that the agents and their ranks share.
+        timeout_seconds: time limit for the agents to meet.
+        grace_seconds: time that ranks have to end after a signal, or after one of them failed.
+        restarts: maximum number of restarts of all ranks after a failure; see `exits`.
+        folder: private folder for files that the agent and the ranks exchange.
+        logs: folder for the output of all ranks but rank 0.
         silence_fails: whether a rank that ends with status 0 and leaves no result has failed.
     """
 
@@ -98,14 +99,14 @@ class Ending:
     """How the last attempt ended.
 
     Attributes:
-        attempt: its number, from 0.
-        world_size: ranks on all machines.
-        ends: of the ranks of this machine, by local rank; none if none were started.
+        attempt: number of the attempt, from 0.
+        world_size: number of ranks on all machines.
+        ends: how the ranks of this machine ended, by local rank; empty if none were started.
         cause: the end of a rank, on any machine, that caused the others.
-        here: whether it was a rank of this machine.
-        silent: machines that told nothing of how it ended there, by name.
-        signal: what the agent was told to end by, if it was.
-        lost: what the agents said to each other when they lost each other, if they did.
+        here: whether the cause was a rank of this machine.
+        silent: names of the machines that did not report how the attempt ended there.
+        signal: the signal that ended the agent, if one did.
+        lost: description of the error by which the agents lost each other, if they did.
     """
 
     attempt: int = 0
@@ -119,16 +120,18 @@ class Ending:
 
 
 def run(orders: Orders, arguments: Sequence[str], tell: Callable[[str], None]) -> Ending:
-    """Start the ranks, again where the rule of `exits` says so, and wait for their end.
+    """Start the ranks, restart them where the rule of `exits` requires it, and wait for them to
+    end.
 
     Args:
-        orders: see there.
-        arguments: of `worker`, after the first three.
-        tell: is given a sentence whenever ranks are started again, and while others are waited for.
+        orders: see `Orders`.
+        arguments: arguments of `worker`, after the first three.
+        tell: called with a message whenever ranks are restarted, and while other machines are
+            awaited.
 
     Raises:
         LaunchError: the agents of several machines did not meet.
-        KeyboardInterrupt: before any rank was started.
+        KeyboardInterrupt: SIGINT was received before any rank was started.
     """
     with _quiet():
         meeting, place = _rendezvous(orders, tell)
@@ -163,7 +166,7 @@ def _run(agent: _Agent, orders: Orders, meeting: Rendezvous, place: str) -> Endi
         pass
     except SignalException as error:
         ending.signal = error.sigval
-        stays = orders.least < orders.most  # the others may go on without this machine
+        stays = orders.least < orders.most  # the others may continue without this machine
     except RendezvousTimeoutError as error:
         raise LaunchError(
             f"fewer than {_machines(orders.least)} have come to {place} within"
@@ -173,7 +176,7 @@ def _run(agent: _Agent, orders: Orders, meeting: Rendezvous, place: str) -> Endi
     except RendezvousClosedError:
         ending.lost = "the run there has ended"
     except LaunchError:
-        raise  # machines that had met were gone again, every time
+        raise  # machines met, but were lost again on every try
     except (RendezvousError, RuntimeError) as error:
         ending.lost = str(error)
     finally:
@@ -184,11 +187,11 @@ def _run(agent: _Agent, orders: Orders, meeting: Rendezvous, place: str) -> Endi
 
 
 class _Over(Exception):
-    """The ranks have failed and are not started again."""
+    """Raised when the ranks have failed and are not restarted."""
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent, which hears the other machines before it starts ranks again."""
+    """torch's agent, which consults the other machines before it restarts ranks."""
 
     def __init__(
         self,
@@ -207,14 +210,14 @@ class _Agent(LocalElasticAgent):
         self._tell = tell
 
     def read_ends(self) -> None:
-        """Note how the ranks of this machine have ended in the last attempt."""
+        """Record how the ranks of this machine ended in the last attempt."""
         if self._pcontext is not None:
             self.ending.attempt = self._meeting.attempt
             self.ending.world_size = self._where.world_size
             self.ending.ends = self._ends()
 
     def end_groups(self) -> None:
-        """Kill what is left of what the ranks of the last attempt have started."""
+        """Kill the remaining processes that the ranks of the last attempt started."""
         if self._pcontext is not None:
             for pid in self._pcontext.pids().values():
                 with suppress(ProcessLookupError, PermissionError):
@@ -226,7 +229,7 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(  # type: ignore[override]
         self, worker_group: WorkerGroup
     ) -> RunResult:
-        """See the base class. Waits for a moment before it looks."""
+        """See the base class. Sleeps briefly before it checks the ranks."""
         time.sleep(_POLL_SECONDS)
         ends = self._ends(so_far=True)
         state = WorkerState.FAILED
@@ -243,8 +246,8 @@ class _Agent(LocalElasticAgent):
     def _start_workers(  # type: ignore[override]
         self, worker_group: WorkerGroup
     ) -> dict[int, Any]:
-        """See the base class. Ranks begin with SIGINT blocked, until they can answer it (`worker`):
-        while Python starts it would print a traceback."""
+        """See the base class. Ranks start with SIGINT blocked, until they can handle it (`worker`):
+        during its startup, Python would print a traceback."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return super()._start_workers(worker_group)  # type: ignore[call-arg]
@@ -254,7 +257,7 @@ class _Agent(LocalElasticAgent):
     def _restart_workers(  # type: ignore[override]
         self, worker_group: WorkerGroup
     ) -> None:
-        """See the base class. Raises `_Over` if the ranks are not started again."""
+        """See the base class. Raises `_Over` if the ranks are not restarted."""
         meeting, orders = self._meeting, self._orders
         why = meeting.end("failed")
         self._settle()
@@ -268,7 +271,7 @@ class _Agent(LocalElasticAgent):
             meeting.failures += 1
             again = meeting.failures <= orders.restarts and mended(ends, silent)
             count = f" (restart {meeting.failures} of {orders.restarts})"
-        else:  # what ranks said is a consequence
+        else:  # errors of ranks are a consequence
             ends, silent = [end for end in (first(bad),) if end is not None], ()
             enough = orders.least < orders.most and orders.least < len(meeting.names)
             again = why == "grow" or enough
@@ -280,7 +283,7 @@ class _Agent(LocalElasticAgent):
             raise _Over
         sentence = self._sentence(why, cause, silent)
         self.before = f" Before, {sentence}."
-        # What rank 0 of this machine has to say, people have read.
+        # The output of rank 0 of this machine is already visible to the user.
         stack = "" if cause is None or (is_here and cause.rank == 0) else cause.stack
         told = f"{sentence}. All ranks are started again{count}."
         self._tell(f"{told}\n{stack}" if stack else told)
@@ -289,9 +292,9 @@ class _Agent(LocalElasticAgent):
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None
     ) -> None:
-        """See the base class. Ranks have as long as the orders say to end: torch 2.11 gives them 30
-        seconds and knows no other time."""
-        if isinstance(sys.exception(), SignalException):  # what fails from now on follows from it
+        """See the base class. Ranks have `grace_seconds` to end: torch 2.11 gives them 30 seconds,
+        and has no option for it."""
+        if isinstance(sys.exception(), SignalException):  # later failures follow from it
             with suppress(RuntimeError):
                 self._meeting.end("leave")
         if self._pcontext:
@@ -299,12 +302,13 @@ class _Agent(LocalElasticAgent):
         super()._shutdown(death_sig)
 
     def _exit_barrier(self) -> None:
-        """See the base class. `Rendezvous.look` has said that all machines are done."""
+        """See the base class. `Rendezvous.look` has already established that all machines are done."""
 
     # ------------------------------------------------------------------------------------- an attempt
 
     def _settle(self) -> None:
-        """Let ranks end that have failed, and may have been first, but are still on their way out."""
+        """Wait for ranks that have failed but are still exiting, since one of them may have failed
+        first."""
         deadline = Deadline(_SETTLE_SECONDS)
         while deadline.left:
             running = set(range(self._orders.ranks)) - self._ends(so_far=True).keys()
@@ -313,7 +317,7 @@ class _Agent(LocalElasticAgent):
             time.sleep(_POLL_SECONDS)
 
     def _sentence(self, why: str, cause: End | None, silent: Sequence[str]) -> str:
-        """What has ended the attempt, without a full stop."""
+        """Why the attempt ended, without a full stop."""
         if why == "grow":
             return "a machine has come"
         if why == "leave":
@@ -327,8 +331,8 @@ class _Agent(LocalElasticAgent):
         return self._orders.folder / f"{self._meeting.attempt}-{local}{suffix}"
 
     def _ends(self, so_far: bool = False) -> dict[int, End]:
-        """How the ranks of this machine have ended, by local rank. `so_far`: by themselves, while the
-        others run."""
+        """How the ranks of this machine ended, by local rank. `so_far`: only those that ended by
+        themselves, while the others are running."""
         assert isinstance(self._pcontext, SubprocessContext)
         ended, meeting = self._where.ended, self._meeting
         ends: dict[int, End] = {}
@@ -354,21 +358,22 @@ class _Agent(LocalElasticAgent):
 
 
 class _Where(LogsSpecs):
-    """Asked by the agent where output goes: it leaves it where it is, since the ranks place it
-    themselves (stdout and stderr of one rank in one file, which torch cannot). Learns in passing
-    which ranks there are, and tells them which attempt this is."""
+    """Log destinations for torch's agent. The agent does not redirect output, since the ranks
+    redirect it themselves (stdout and stderr of one rank to one file, which torch does not
+    support). This class also records which ranks there are, and passes them the number of the
+    attempt."""
 
     def __init__(self, meeting: Rendezvous, orders: Orders) -> None:
         super().__init__()
         self.numbers: dict[int, int] = {}
         self.world_size: int = 0
-        self.ended: dict[int, int] = {}  # when each rank of the attempt was seen to have ended
+        self.ended: dict[int, int] = {}  # when the end of each rank was noticed
         self._meeting = meeting
         self._orders = orders
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """See the base class. The ranks are about to be started."""
-        _answer_warnings()  # as torch does with other signals
+        """See the base class. Called just before the ranks are started."""
+        _answer_warnings()  # torch does so for other signals
         self.ended = {}
         self.numbers = {local: int(variables["RANK"]) for local, variables in envs.items()}
         self.world_size = int(envs[0]["WORLD_SIZE"])
@@ -376,7 +381,7 @@ class _Where(LogsSpecs):
         for variables in envs.values():
             variables[ATTEMPT] = variables["TORCHELASTIC_RESTART_COUNT"] = attempt
             variables["TORCHELASTIC_MAX_RESTARTS"] = str(self._orders.restarts)
-            variables[SECRET] = self._orders.secret  # which no other user can read there
+            variables[SECRET] = self._orders.secret  # not readable by other users
         nowhere = dict.fromkeys(envs, "")
         return LogsDest(stdouts=dict(nowhere), stderrs=dict(nowhere), error_files=dict(nowhere))
 
@@ -392,7 +397,8 @@ def _machines(count: int) -> str:
 
 @contextmanager
 def _patience(tell: Callable[[str], None], sentence: str) -> Iterator[None]:
-    """`tell` the `sentence` if what is inside takes longer than machines do that are all there."""
+    """Call `tell` with `sentence` if the block takes longer than it does when all machines are
+    present."""
     reminder = Reminder(_PATIENCE_SECONDS, partial(tell, sentence))
     try:
         with reminder.around():
@@ -402,8 +408,8 @@ def _patience(tell: Callable[[str], None], sentence: str) -> Iterator[None]:
 
 
 def _rendezvous(orders: Orders, tell: Callable[[str], None]) -> tuple[Rendezvous, str]:
-    """How the agents meet, and where, in words. The store is served here for one machine, or by the
-    first agent to come on the machine with the address."""
+    """The rendezvous of the agents, and its address in words. The store is served by this process
+    for one machine, and otherwise by the first agent that starts on the machine with the address."""
     deadline = Deadline(orders.timeout_seconds)
     name = socket.gethostname()
     if orders.meeting is None:
@@ -435,13 +441,13 @@ def _rendezvous(orders: Orders, tell: Callable[[str], None]) -> tuple[Rendezvous
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What torch's agent logs is told by the errors of this package. `LOGLEVEL`, which torch reads,
-    brings it back."""
+    """Silence the logs of torch's agent, since the errors of this package cover them. If
+    `LOGLEVEL`, which torch reads, is set, the logs are kept."""
     if "LOGLEVEL" in os.environ:
         yield
         return
     prefixes = ("torch.distributed.elastic", "torchelastic-events")
-    logging.getLogger("torchelastic-events-null")  # torch makes it when it first has an event
+    logging.getLogger("torchelastic-events-null")  # torch creates it at its first event
     names = [name for name in logging.root.manager.loggerDict if name.startswith(prefixes)]
     with silenced(names, logging.CRITICAL):
         yield
@@ -449,7 +455,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Signal handlers are afterwards what they were."""
+    """Restore the signal handlers after the block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -463,8 +469,9 @@ def _handlers_kept() -> Iterator[None]:
 
 
 def _answer_warnings() -> None:
-    """SIGUSR1, by which Slurm is often told to warn, ends the ranks as SIGTERM does. torch leaves it to
-    the program: only where that has no answer of its own."""
+    """Make SIGUSR1, which Slurm is often configured to send as a warning, end the ranks as SIGTERM
+    does. torch leaves this signal to the program, so it is handled only if the program has no
+    handler for it."""
     if threading.current_thread() is not threading.main_thread():
         return
     if early_stop_signal.is_unanswered(signal.SIGUSR1):

@@ -1,16 +1,16 @@
-"""How ranks end, which end was the cause of the others, and whether to start them again.
+"""How ranks end: which end caused the others, and whether the ranks are restarted.
 
-A rank that ends by itself leaves a word: its status, the moment of its first failure, and whether a
-restart mends what it failed of. The end of its process comes later, since leaving a process group takes
-time and breaks the others' connections, so the failure is noted where it first shows. A rank that is
-killed leaves no word; the kernel tells when it ended. All moments are on one scale, on several machines
-too (`rendezvous`), so that the earliest is the cause.
+A rank that ends by itself writes an exit record: its status, the time of its first failure, and
+whether a restart can fix the cause. Its process ends later, since leaving a process group takes
+time and breaks the connections of the other ranks, so the failure is noted where it first appears.
+A rank that is killed writes no record; the time at which its process was seen to end is used. All
+times are on one scale, across machines too (`rendezvous`), so the earliest failure is the cause.
 
-The rule. Ranks are started again if the cause is that one of them died without a word (killed; the
-power of its machine lost), or that it said that it had lost a peer or was stuck
+The rule: ranks are restarted if the cause is that one of them died without an exit record (killed,
+or its machine lost power), or reported that it lost a peer or was stuck
 (`AnybatchError.mended_by_restart`), or ran out of memory where no step could be undone, or that a
-whole machine has fallen silent. What a program says by itself (a wrong input, no plan that fits, saved
-and stopped early, an exception of the user's code) would only be said again.
+whole machine stopped responding. Outcomes that a program reports itself (an invalid input, no plan
+that fits, saved and stopped early, an exception of the user's code) would only recur.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ import psutil
 from anybatch.errors import AnybatchError, PeerFailed, PeerLost, Stopped, Stuck, name_of
 
 SAID_BY_STATUS = frozenset({2, 3, 75})
-"""Exit statuses that mean the same whether a word was left or not: see `anybatch.errors`."""
+"""Exit statuses that have the same meaning with and without an exit record: see `anybatch.errors`."""
 
 _SLACK_NS = 250_000_000
-"""A rank that ends without a word is seen to end a little after its peers have felt it."""
+"""Subtracted from the end time of a rank without an exit record: its peers notice its end slightly
+before its agent does."""
 
 _PRINT_SECONDS = 2.0
-"""That printing may take: what reads standard error may hang as well."""
+"""Time limit for printing: the reader of standard error may hang as well."""
 
 _write: Callable[[AnybatchError], None] | None = None
 
@@ -47,13 +48,13 @@ class End:
     """How a rank ended.
 
     Attributes:
-        rank, local_rank, pid: whose end it is.
-        machine: where, by name.
-        status: exit status; negative: the signal that killed it.
-        when: it failed, in nanoseconds since the ranks of the attempt were started.
-        spoke: whether it ended by itself and said so.
-        mended: whether a restart mends it.
-        what: in words, for a sentence after a colon.
+        rank, local_rank, pid: the rank and its process.
+        machine: name of its machine.
+        status: exit status; if negative, the signal that killed it.
+        when: time of the failure, in nanoseconds since the ranks of the attempt were started.
+        spoke: whether it ended by itself and reported so.
+        mended: whether a restart can fix the cause.
+        what: description, formatted to follow a colon in a sentence.
         by_agent: whether its agent ended it.
     """
 
@@ -70,30 +71,32 @@ class End:
 
     @property
     def is_good(self) -> bool:
-        """Whether the rank did all it was to do."""
+        """Whether the rank completed its work."""
         return self.status == 0 and self.spoke
 
     @property
     def is_told_by_agent(self) -> bool:
-        """Whether the rank leaves it to its agent to tell people why it ended: it has only felt that
-        another is lost; or it was stopped, and the agent knows whether all are started again."""
+        """Whether the agent, instead of the rank, reports to the user why the rank ended: the rank
+        reported nothing, or only that another rank is lost; or it was stopped, and only the agent
+        knows whether all ranks are restarted."""
         kinds = (f"{PeerLost.__name__}:", f"{Stopped.__name__}:")
         return not self.spoke or self.what.startswith(kinds)
 
     @property
     def was_stopped(self) -> str:
-        """What it said when it had stopped as it was asked to, or nothing."""
+        """The message of a rank that stopped as requested; empty for any other rank."""
         kind, _, sentence = self.what.partition(": ")
         return sentence if self.spoke and kind == Stopped.__name__ else ""
 
     @property
     def sentence(self) -> str:
-        """What has happened, without a full stop, and without the `stack`."""
+        """What happened, without a full stop and without the `stack`."""
         return self._parted[0].rstrip(".")
 
     @property
     def stack(self) -> str:
-        """Where the rank that is to blame hung, in lines of their own; empty if none did."""
+        """Stack of the rank at fault at the point where it hung, on separate lines; empty if none
+        did."""
         return self._parted[1].rstrip()
 
     @property
@@ -104,36 +107,37 @@ class End:
 
     @property
     def follows(self) -> bool:
-        """Whether another rank had said that it failed, and this one ended for that."""
+        """Whether the rank ended because another rank reported a failure."""
         return self.spoke and self.what.startswith(f"{PeerFailed.__name__}:")
 
     @property
     def has_lost_a_peer(self) -> bool:
-        """Whether it ended because another rank did not answer."""
+        """Whether the rank ended because another rank did not respond."""
         return self.what.startswith(f"{PeerLost.__name__}:")
 
     @property
     def died(self) -> bool:
-        """Whether neither its own word ended it, nor its agent, nor that it had lost a peer."""
+        """Whether the rank died: it reported nothing, its agent did not end it, and it had not lost
+        a peer."""
         ended = self.by_agent or self.status == -signal.SIGTERM or self.has_lost_a_peer
         return not self.spoke and self.mended and not ended
 
     def who(self, world_size: int, several: bool) -> str:
-        """The rank in words, with its machine where there are `several`."""
+        """Description of the rank, with its machine if there are `several`."""
         where = f", on {self.machine}" if several else ""
         return f"rank {self.rank} of {world_size} (process {self.pid}{where})"
 
 
 def mended(ends: Iterable[End], silent: Iterable[str]) -> bool:
-    """Whether a restart mends an attempt with the bad `ends`, of which the machines `silent` told
-    nothing: what its peers said may be the way in which they felt it."""
+    """Whether a restart can fix an attempt with the failed `ends`. It can if there are `silent`
+    machines, which reported nothing: errors of their peers may be consequences of their loss."""
     cause = first(ends)
     return bool(tuple(silent)) or (cause is not None and cause.mended)
 
 
 def first(ends: Iterable[End]) -> End | None:
-    """The earliest of the bad ones. One that follows another is not it, though the other may take
-    longer to its end; nor is one that has lost a peer, where a rank died without a word."""
+    """The earliest failed end. An end that follows another failure is not the first, although the
+    other rank may take longer to end; nor is that of a rank that lost a peer, if another rank died."""
     bad = sorted((end for end in ends if not end.is_good), key=lambda end: (end.when, end.rank))
     if bad and bad[0].follows:
         return next((end for end in bad if end.spoke and not end.follows), bad[0])
@@ -147,8 +151,8 @@ def first(ends: Iterable[End]) -> End | None:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The first failure of this rank: `when`, in nanoseconds of the monotonic clock; whether it is
-    `mended_by_restart`; and `what` it was, in words, or nothing if it was no error."""
+    """The first failure of this rank: `when` it occurred, in nanoseconds of the monotonic clock;
+    whether it is `mended_by_restart`; and `what` it was, in words, or empty if it was not an error."""
 
     when: int
     mended_by_restart: bool
@@ -156,13 +160,14 @@ class Failure:
 
 
 listener: Callable[[Failure | None], None] | None = None
-"""Is given the first failure when it is noted, and None when it is forgotten."""
+"""Called with the first failure when it is noted, and with None when it is forgotten."""
 
 _first: Failure | None = None
 
 
 def note(error: BaseException | None = None) -> Failure:
-    """The first failure: this one, unless one has been noted before."""
+    """Record `error` as the first failure, unless one was recorded before. Returns the first
+    failure."""
     global _first
     if _first is None:
         mended = error is not None and _is_mended_by_restart(error)
@@ -176,17 +181,17 @@ def note(error: BaseException | None = None) -> Failure:
 
 
 def _is_mended_by_restart(error: BaseException) -> bool:
-    """Whether the ranks may do better when they are started again. An error of this package says so;
-    of others only a lack of memory is one that may have passed."""
+    """Whether a restart of the ranks can fix `error`. Errors of this package carry this
+    information; of all other errors, only out-of-memory errors may be transient."""
     if isinstance(error, AnybatchError):
         return error.mended_by_restart
-    # It imports torch, so it is there only if anything was computed.
+    # `anybatch.oom` imports torch, so it is loaded only if anything was computed.
     oom: Any = sys.modules.get("anybatch.oom")
     return oom is not None and oom.as_memory_failure(error) is not None
 
 
 def forget() -> None:
-    """What was noted has been dealt with."""
+    """Clear the recorded failure, which has been handled."""
     global _first
     if _first is not None and listener is not None:
         listener(None)
@@ -197,7 +202,7 @@ def forget() -> None:
 
 
 def write_word(path: Path, status: int, failure: Failure) -> None:
-    """The last word of a rank, from which `read` makes its end."""
+    """Write the exit record of a rank, from which `read` creates its `End`."""
     word = {
         "status": status,
         "when": failure.when,
@@ -208,7 +213,7 @@ def write_word(path: Path, status: int, failure: Failure) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """The file is there whole or not at all."""
+    """Write `data` to `path` atomically."""
     half = path.with_name(path.name + ".half")
     half.write_bytes(data)
     half.replace(path)
@@ -225,26 +230,28 @@ def read(
     ended: int | None,
     start: int,
 ) -> End:
-    """The end of a rank.
+    """Read the end of a rank.
 
     Args:
-        word: the file with its last one; beside it may be one with what it has noted before.
+        word: file with its exit record; a file in the same folder may hold the failure that it
+            noted before.
         rank, local_rank, pid, machine: see `End`.
-        code: of the process, as its parent sees it.
-        ended: when it did, in nanoseconds of the monotonic clock; None: after it was told to.
+        code: return code of the process, as seen by its parent.
+        ended: when the process ended, in nanoseconds of the monotonic clock; None: after its agent
+            requested it.
         start: when the ranks of the attempt were started, on the same clock.
     """
     late = sys.maxsize if ended is None else ended - start
-    # A status of 0 does not count if the interpreter fails after its last word.
+    # A recorded status of 0 does not count if the interpreter fails after writing it.
     said, spoke = said_in(word), True
     if said is None or (code and not said["status"]):
-        # One that was killed on its way out has perhaps not told anybody.
+        # A rank that was killed while exiting may not have reported its failure to the user.
         said, spoke = said_in(word.with_suffix(".noted")), code >= 0
     if said is not None:
         status, when, mended = said["status"], said["when"] - start, said["mended"]
         how = said["what"] or how_it_ended(status)
         return End(rank, local_rank, pid, machine, status, when, spoke, mended, how)
-    # By SIGTERM agents end the ranks that are left, so it is no cause unless it is alone.
+    # Agents end the remaining ranks by SIGTERM, so it is the cause only if there is no other.
     slack = 0 if code == -signal.SIGTERM or ended is None else _SLACK_NS
     mended = code != 0 and code not in SAID_BY_STATUS
     by_agent = ended is None and code in (-signal.SIGTERM, -signal.SIGKILL)
@@ -253,7 +260,7 @@ def read(
 
 
 def said_in(word: Path) -> dict[str, Any] | None:
-    """What `write_word` has written, if it has."""
+    """The record that `write_word` wrote; None if there is none."""
     try:
         return json.loads(word.read_text())
     except FileNotFoundError:
@@ -261,7 +268,7 @@ def said_in(word: Path) -> dict[str, Any] | None:
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code in words."""
+    """Description of an exit code."""
     if code >= 0:
         return f"it exited with status {code}"
     try:
@@ -276,25 +283,25 @@ def how_it_ended(code: int) -> str:
 
 
 def prepare(write: Callable[[AnybatchError], None]) -> None:
-    """`write` leaves word of an error for the agent of this rank."""
+    """Register `write`, which reports an error to the agent of this rank."""
     global _write
     _write = write
 
 
 def leave(error: AnybatchError) -> NoReturn:
-    """End this process with the status of `error`, having told it to the agent and to standard error;
-    that another rank is lost, to the agent alone, if there is one, which says so to people. The
-    processes that it has started end first."""
+    """End this process with the status of `error`, after reporting it to the agent and on standard
+    error. The loss of another rank is reported only to the agent, if there is one, which reports it
+    to the user. The processes that this process started are killed first."""
     try:
         note(error)
         if _write is None or type(error) is not PeerLost:
             _print(error)
         if _write is not None:
-            _write(error)  # last: from then on the agent takes it for told
+            _write(error)  # last: the agent then assumes that it was printed
         for child in psutil.Process().children(recursive=True):
             child.kill()
     except (OSError, psutil.Error):
-        pass  # the process ends all the same
+        pass  # the process exits regardless
     finally:
         os._exit(error.exit_status)
 

@@ -1,12 +1,12 @@
-"""Membership: who started this process, as which rank of how many, and how the ranks are joined.
+"""Membership: the launcher, rank and world size of this process, and how the ranks are joined.
 
-Starters leave different variables behind: torchrun and this package `RANK`, Slurm `SLURM_PROCID`,
-MPI its own. `find` reads them all into one record, in one place, so that nothing else in the package
-looks at them. `join` makes the process group and takes it away again.
+Launchers set different variables: torchrun and this package set `RANK`, Slurm `SLURM_PROCID`, MPI
+its own. `find` reads all of them into one record, so that no other part of the package has to read
+them. `join` creates the process group, and destroys it.
 
-What `join` sets and puts back: the current CUDA device, the number of intra-op threads, and the
-network interface (`GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`), which torch and NCCL read from the
-environment alone. What the user has set of it stays.
+`join` selects the current CUDA device. While the group exists, it also sets the number of intra-op
+threads and the network interface (`GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`), which torch and NCCL
+read only from the environment. Values that the user has set are kept.
 """
 
 from __future__ import annotations
@@ -44,39 +44,40 @@ Launcher: TypeAlias = Literal["torch", "torchrun", "slurm", "mpi", "anybatch"]
 DeviceType: TypeAlias = Literal["cpu", "cuda"]
 
 ATTEMPT = "ANYBATCH_ATTEMPT"
-"""Set by this package in the ranks that it starts, as `MARK`: how often the ranks of this
-run have been started before."""
+"""Environment variable that this package sets in the ranks that it starts, together with `MARK`:
+the number of earlier starts of the ranks of this run."""
 
 COLLECTIVE_SECONDS = 1800.0
-"""How long a collective of the process group may take, as torch has it for gloo. Reaching each other
-has its own, shorter deadline."""
+"""Timeout of a collective of the process group, as torch's default for gloo. Connecting has a
+separate, shorter timeout."""
 
 _FAREWELL_SECONDS = 10.0
 
 _num_joins = 0
-"""Of this process. Alike on all ranks, since they join together; what an earlier group left in a store
-that outlives it does not count for a later one."""
+"""Number of joins of this process. It is the same on all ranks, since they join together. Entries
+of an earlier group in a store that outlives it are not used by a later group."""
 
 _served: dict[tuple[str, int], Store] = {}
 
 _store_of_group: Store | None = None
 
-_FIRST_PORT, _NUM_PORTS = 10_000, 20_000  # below the ports that the kernel hands out
+_FIRST_PORT, _NUM_PORTS = 10_000, 20_000  # below the kernel's ephemeral ports
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """This process among the ranks of a run.
+    """The position of this process among the ranks of a run.
 
     Attributes:
-        rank: 0 to `world_size - 1`.
-        world_size: ranks on all machines.
-        local_rank: 0 to `local_world_size - 1`.
-        local_world_size: ranks on this machine.
-        launcher: who started it; `"torch"` if the script has made the process group itself.
-        attempt: how often the ranks of this run were started before, because one had failed or the
-            number of machines had changed. The same on all ranks that this package starts; torchrun
-            counts failures, each of its machines for itself.
+        rank: from 0 to `world_size - 1`.
+        world_size: number of ranks on all machines.
+        local_rank: from 0 to `local_world_size - 1`.
+        local_world_size: number of ranks on this machine.
+        launcher: what started this process; `"torch"` if the script created the process group
+            itself.
+        attempt: number of earlier starts of the ranks of this run, repeated because one had failed
+            or the number of machines had changed. The same on all ranks that this package starts;
+            torchrun counts failures, separately on each machine.
     """
 
     rank: int
@@ -88,15 +89,16 @@ class Membership:
 
 
 def find(environment: Mapping[str, str] | None = None) -> Membership | None:
-    """This process's membership, or None if it was started by itself.
+    """Find the membership of this process; None if it was started by itself.
 
-    In this order: a process group of torch that is there already; torchrun's variables (`RANK`,
-    `WORLD_SIZE`; a group of one counts); a Slurm job step of several tasks (not the shell of
-    `sbatch`); an MPI job of several ranks. `LOCAL_RANK` is the rank where it is not set, as on one
-    machine, but 0 in a pod of Kubeflow's training operator, which has one rank, or starts several.
+    The sources are, in this order: an existing process group of torch; torchrun's variables
+    (`RANK`, `WORLD_SIZE`; a group of one counts); a Slurm job step of several tasks (not the shell
+    of `sbatch`); an MPI job of several ranks. If `LOCAL_RANK` is not set, it defaults to the rank,
+    as on one machine, but to 0 in a pod of Kubeflow's training operator, which has one rank, or
+    starts several.
 
     Args:
-        environment: instead of the process's own.
+        environment: variables to read instead of those of this process.
 
     Raises:
         InputError: variables are missing or contradict each other.
@@ -116,21 +118,21 @@ def join(
     rendezvous: str | None = None,
     timeout_seconds: float,
 ) -> Iterator[None]:
-    """The process group of the ranks, for the length of a `with` block: gloo, and NCCL beside it for
-    CUDA. A group that is there already is left alone. Every rank has to call it.
+    """Create the process group of the ranks for the duration of a `with` block: gloo, and also NCCL
+    for CUDA. An existing group is left unchanged. Every rank has to call this.
 
     Args:
-        membership: of this process.
-        device_type: where the ranks compute. On CUDA each takes the visible device with the number
-            of its local rank.
-        rendezvous: where the ranks meet: `env://`, `tcp://HOST:PORT` (a port of rank 0's machine) or
-            `file:///PATH` (on a disk that all see, a new name for each run). Default: as the
-            launcher has it.
-        timeout_seconds: within which all ranks have to be there and connected.
+        membership: membership of this process.
+        device_type: where the ranks compute. With CUDA, each uses the visible device whose index is
+            its local rank.
+        rendezvous: where the ranks meet: `env://`, `tcp://HOST:PORT` (a port of rank 0's machine)
+            or `file:///PATH` (on a disk that all ranks see, a new name for each run). Default: the
+            address that the launcher provides.
+        timeout_seconds: time limit for all ranks to arrive and connect.
 
     Raises:
-        InputError: an address that cannot be read, or more ranks than devices.
-        LaunchError: the ranks did not find each other in time.
+        InputError: an address is invalid, or there are more ranks than devices.
+        LaunchError: the ranks did not meet in time.
     """
     from torch import distributed
 
@@ -167,8 +169,8 @@ def join(
 
 
 def store_of_group() -> Store | None:
-    """The store of the process group that there is, or None. Whoever asks it in another thread takes a
-    clone: a connection answers one question at a time."""
+    """The store of the current process group, or None. Another thread has to use a clone, since a
+    connection handles one request at a time."""
     from torch import distributed
 
     if _store_of_group is not None or not distributed.is_initialized():
@@ -180,17 +182,17 @@ def store_of_group() -> Store | None:
 
 
 class _Variables:
-    """The environment, read with care."""
+    """Environment variables, with validation."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
 
     def text(self, *names: str) -> str | None:
-        """The first of `names` that is set and not empty."""
+        """The value of the first of `names` that is set and not empty."""
         return next((v for name in names if (v := self._environment.get(name))), None)
 
     def number(self, name: str) -> int | None:
-        """A whole number from 0, or None if it is not set. Raises `InputError`."""
+        """The value as a whole number of at least 0; None if it is not set. Raises `InputError`."""
         text = self.text(name)
         if text is None:
             return None
@@ -207,12 +209,12 @@ def _started(variables: _Variables) -> Membership | None:
 
 
 def _from_group(variables: _Variables, rank: int, world_size: int) -> Membership:
-    """Of a group that is there. It does not say which ranks share a machine; whoever started them may
-    have."""
+    """The membership in an existing group. The group does not record which ranks share a machine,
+    but the variables of the launcher may."""
     try:
         started = _started(variables)
     except InputError:
-        started = None  # the script has not gone by these variables either
+        started = None  # the script did not use these variables either
     if started is not None and (started.rank, started.world_size) == (rank, world_size):
         return replace(started, launcher="torch")
     return Membership(rank, world_size, rank, world_size, "torch")
@@ -233,8 +235,8 @@ def _from_torchrun(variables: _Variables) -> Membership | None:
             " itself."
         )
     if there == ["RANK", "WORLD_SIZE"] and (pods := variables.text("PET_NNODES")) is not None:
-        # A pod of Kubeflow's training operator: RANK counts pods. It is a rank if pods have one each;
-        # with more (nprocPerNode) it starts them.
+        # A pod of Kubeflow's training operator: RANK counts pods. The pod is a rank if each pod has
+        # one; with more (nprocPerNode) it starts them.
         if pods != str(world_size):
             return None
         numbers |= {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
@@ -247,7 +249,7 @@ def _from_torchrun(variables: _Variables) -> Membership | None:
 
 
 def _from_slurm(variables: _Variables) -> Membership | None:
-    # The shells of sbatch and salloc have SLURM_PROCID and SLURM_NTASKS too, but are no step.
+    # The shells of sbatch and salloc have SLURM_PROCID and SLURM_NTASKS too, but are not job steps.
     rank = variables.number("SLURM_PROCID")
     world_size = variables.number("SLURM_STEP_NUM_TASKS")
     if rank is None or world_size is None or world_size < 2:
@@ -263,8 +265,8 @@ def _from_slurm(variables: _Variables) -> Membership | None:
 
 
 def first_host(text: str) -> str:
-    """The first name of a Slurm host list: of `node[01-03,7],gpu` it is `node01`. `scontrol show
-    hostnames` would tell, but is not in every container that a job step runs in."""
+    """The first name of a Slurm host list: for `node[01-03,7],gpu` it is `node01`. `scontrol show
+    hostnames` lists them, but is not available in every container that a job step runs in."""
     first = re.match(r"(?:[^,\[\]]|\[\d[^\]]*\])+", text)
     if first is None:
         raise InputError(f"{text!r} is not a Slurm host list such as node[01-03],gpu.")
@@ -272,7 +274,7 @@ def first_host(text: str) -> str:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """One number per node of `SLURM_TASKS_PER_NODE`: `2(x3),1` is `[2, 2, 2, 1]`."""
+    """Expand `SLURM_TASKS_PER_NODE` to one number per node: `2(x3),1` is `[2, 2, 2, 1]`."""
     parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
     if None in parts:
         raise InputError(f"{text!r} is not a Slurm list of counts such as 2(x3),1.")
@@ -313,8 +315,8 @@ def _checked(
     launcher: Launcher,
     name: str = "RANK",
 ) -> Membership:
-    """The membership, if its numbers agree. Without local numbers the ranks are taken to be on one
-    machine."""
+    """The membership, if its numbers agree. Without local numbers, all ranks are assumed to be on
+    one machine."""
     if rank >= world_size:
         raise InputError(
             f"the environment variable {name} is {rank}, but there are {world_size} ranks: it has to"
@@ -339,8 +341,8 @@ def _checked(
 def _store(
     membership: Membership, rendezvous: str | None, deadline: Deadline
 ) -> tuple[Store, str, str | None, bool]:
-    """The store where the ranks meet, its place in words, the host that leads there (None: a file),
-    and whether this rank serves it."""
+    """The store where the ranks meet, its address in words, its host (None for a file), and whether
+    this rank serves it."""
     from torch.distributed import FileStore, PrefixStore
 
     variables = _Variables(os.environ)
@@ -365,13 +367,13 @@ def _store(
             host, port = parse_address(url.netloc, "the address of the rendezvous")
         else:
             host, port = _address(membership, variables, explicit=rendezvous is not None)
-            # The agent behind torchrun serves the store itself, at the address that it gives.
+            # torchrun's agent serves the store itself, at the address that it provides.
             agent_serves = variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
         serves = membership.rank == 0 and not agent_serves
         place = joined(host, port)
         if _on_one_machine(membership, variables) and not agent_serves:
             host = LOOPBACK
-        # A rank that joins again may be quicker than the one that serves: the store of rank 0 stays.
+        # A rank that rejoins may be faster than the serving rank, so the store of rank 0 is kept.
         role = "host" if serves else "guest"
         base = _served.get((host, port)) or meet(host, port, role, deadline, listen=literal(host))
         if serves and port:
@@ -386,7 +388,7 @@ def _store(
 
 
 def _on_one_machine(membership: Membership, variables: _Variables) -> bool:
-    """Whether all ranks are on this machine, and whoever started them says so."""
+    """Whether all ranks are on this machine, according to their launcher."""
     if membership.world_size == 1:
         return True
     said = variables.text(
@@ -400,7 +402,7 @@ def _on_one_machine(membership: Membership, variables: _Variables) -> bool:
 
 
 def _address(membership: Membership, variables: _Variables, explicit: bool) -> tuple[str, int]:
-    """Where rank 0 is to be found, from the environment."""
+    """The address of rank 0, from the environment."""
     host, port = variables.text("MASTER_ADDR"), variables.number("MASTER_PORT")
     if host is not None and port is not None:
         if not 0 < port < 1 << 16:
@@ -462,19 +464,19 @@ def _connect(
             f" within {deadline.seconds:g} s: check that all machines reach each other over the"
             f" interface {interface} (GLOO_SOCKET_IFNAME chooses another). torch says: {error}"
         ) from error
-    # The deadline was for the connections. Collectives may wait for a slow rank for longer.
+    # The deadline applies to connecting. Collectives may wait longer for a slow rank.
     set_timeout = getattr(distributed, "set_timeout", None)  # since torch 2.14
     set_timeout = set_timeout or distributed.distributed_c10d._set_pg_timeout
     set_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
 
 
 def _leave(device_type: DeviceType, failed: bool) -> None:
-    """Take the group away. After a failure peers may be gone in the middle of a collective, and what
-    NCCL has under way would be waited for: it is aborted."""
+    """Destroy the process group. After a failure, peers may have exited in the middle of a
+    collective, and NCCL would wait for pending operations, so the group is aborted on CUDA."""
     from torch import distributed
 
     if not distributed.is_initialized():
-        return  # the script has done it
+        return  # the script has already destroyed it
     if not failed:
         distributed.destroy_process_group()
         return
@@ -484,25 +486,25 @@ def _leave(device_type: DeviceType, failed: bool) -> None:
         else:
             distributed.destroy_process_group()
     except RuntimeError:
-        return  # what has failed before is what has to be told
+        return  # the earlier failure is the one to report
 
 
 def _say_farewell(store: Store, membership: Membership, serves: bool) -> None:
-    """The rank that serves the store stays until the others have left, or have had time to."""
+    """Make the rank that serves the store wait until the others have left, for a limited time."""
     try:
         if store.add("left", 1) == membership.world_size:
             store.set("empty", "1")
         if serves:
             store.wait(["empty"], timedelta(seconds=_FAREWELL_SECONDS))
     except RuntimeError:
-        return  # the others are gone, or the one that served
+        return  # the other ranks or the serving rank have exited
 
 
 def _take_device(membership: Membership) -> None:
     import torch
 
     visible = torch.cuda.device_count()
-    # Slurm and mpirun may show each rank its own devices alone, and not all ways are told.
+    # Slurm and mpirun may make only a rank's own devices visible, which cannot always be detected.
     few = membership.launcher in ("slurm", "mpi") and visible < membership.local_world_size
     bound = few and (visible == 1 or "SLURM_GPUS_PER_TASK" in os.environ)
     index = 0 if bound else membership.local_rank
@@ -517,7 +519,8 @@ def _take_device(membership: Membership) -> None:
 
 @contextmanager
 def _threads(membership: Membership) -> Iterator[None]:
-    """This rank's part of the cores for operations, unless the user has said how many threads."""
+    """Set the number of intra-op threads to this rank's share of the cores, unless the user has set
+    it."""
     import torch
 
     if "OMP_NUM_THREADS" in os.environ:
@@ -533,9 +536,10 @@ def _threads(membership: Membership) -> Iterator[None]:
 
 @contextmanager
 def _interface(membership: Membership, host: str | None) -> Iterator[None]:
-    """Point the backends at the interface that leads to where the ranks met, on one machine at the
-    loopback, so that nothing else reaches their ports. Left to themselves they take the one that the
-    machine's own name resolves to, which on many machines leads nowhere."""
+    """Select the network interface for the backends: the one that leads to the place where the
+    ranks met, or the loopback on one machine, so that their ports cannot be reached from outside.
+    By default they use the interface that the machine's own name resolves to, which on many
+    machines leads nowhere."""
     if _on_one_machine(membership, _Variables(os.environ)) or (
         host is None and membership.local_world_size == membership.world_size
     ):

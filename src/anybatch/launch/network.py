@@ -1,8 +1,8 @@
-"""Where ranks meet: addresses, the way to them, and the store at one, each with a deadline.
+"""Where ranks meet: addresses, routes, and the store at an address, each with a deadline.
 
-torch's store, asked for an address where nobody is, writes pages of its own frames to standard error
-and can wait for ever when something else listens there. So plain sockets look first, and what torch
-does itself runs against the clock.
+torch's store client, given an address where nothing listens, writes pages of stack frames to
+standard error, and it can block forever if another program listens there. So plain sockets probe
+the address first, and torch's own calls run under a deadline.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _RETRY_SECONDS = 0.2
 _CONNECT_SECONDS = 5.0
 _WAKING_SECONDS = 0.5
 _ANSWER_SECONDS = 20.0
-_BACKLOG = 2048  # as torch has it
+_BACKLOG = 2048  # as in torch
 
 
 class Deadline:
-    """A moment by which something has to have happened, and how long that was from the start."""
+    """A time limit: the point in time at which it expires, and its length in seconds."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds: float = seconds
@@ -43,12 +43,12 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds that remain, never below zero."""
+        """Remaining seconds, at least 0."""
         return max(0.0, self._end - time.monotonic())
 
     def within(self, function: Callable[[], T]) -> T | None:
-        """What `function` returns, or None if it has not returned in time; it is then left to itself
-        in a daemon thread. What it raises is raised here."""
+        """The result of `function`, or None if it does not return in time; it then keeps running in
+        a daemon thread. An exception that it raises is raised here."""
         outcome: list[T] = []
         failure: list[BaseException] = []
 
@@ -61,14 +61,15 @@ class Deadline:
         thread = threading.Thread(target=run, name="anybatch-deadline", daemon=True)
         thread.start()
         thread.join(self.left)
-        thread.join(_WAKING_SECONDS)  # this machine may have slept until now
+        thread.join(_WAKING_SECONDS)  # this machine may have been suspended until now
         if failure:
             raise failure[0]
         return outcome[0] if outcome else None
 
 
 def parse_address(text: str, what: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT` or `[IPV6]:PORT`. `what` names the option in the message.
+    """Parse `HOST:PORT` or `[IPV6]:PORT` into host and port. `what` names the option in the error
+    message.
 
     Raises `InputError`.
     """
@@ -91,7 +92,8 @@ def joined(host: str, port: int) -> str:
 
 
 def is_here(host: str) -> bool:
-    """Whether `host` is a name or an address of this machine: whether a socket can be bound to it."""
+    """Whether `host` is a name or an address of this machine, that is, whether a socket can be
+    bound to it."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -107,9 +109,9 @@ def is_here(host: str) -> bool:
 
 
 def route_to(host: str, port: int) -> str:
-    """The address of this machine from which packets to `host` leave. Nothing is sent.
+    """The address of this machine from which packets to `host` are sent. Nothing is sent.
 
-    Raises `OSError` if the name is not known or no route leads there.
+    Raises `OSError` if the name is unknown or there is no route.
     """
     failure: OSError = OSError(errno.EHOSTUNREACH, f"no route to {host}")
     for family, kind, protocol, _, address in socket.getaddrinfo(
@@ -125,7 +127,7 @@ def route_to(host: str, port: int) -> str:
 
 
 def interface_to(host: str, port: int) -> str | None:
-    """The name of the network interface that leads to `host` (`eth0`), or None if not known."""
+    """The name of the network interface that leads to `host` (`eth0`), or None if it is unknown."""
     try:
         mine = route_to(host, port)
     except OSError:
@@ -137,8 +139,8 @@ def interface_to(host: str, port: int) -> str | None:
 
 
 def literal(host: str) -> str | None:
-    """`host` if it is an address, the loopback's for `localhost`; None for another name, which may mean
-    one address on this machine and another elsewhere."""
+    """`host` if it is an address, and the loopback address for `localhost`; None for any other
+    name, which may resolve to different addresses on different machines."""
     if host == "localhost":
         return LOOPBACK
     try:
@@ -155,24 +157,24 @@ def meet(
     *,
     listen: str | None = None,
 ) -> TCPStore:
-    """The store at `host:port`.
+    """Connect to the store at `host:port`, or serve it.
 
     Args:
-        host: a machine's name or address.
-        port: 0, for a host, takes a free one.
+        host: name or address of a machine.
+        port: port number; a host selects a free port for 0.
         role: `"host"` serves the store, `"guest"` connects to it, `"first"` serves it if `host` is
-            this machine and nobody serves it yet.
-        deadline: by which the store has to answer.
-        listen: the one address of this machine at which a host is reached; None: all of them.
+            this machine and no process serves it yet.
+        deadline: time limit for the store to answer.
+        listen: the only address of this machine that a host listens on; None: all of them.
 
     Raises:
-        LaunchError: the port is taken, or nothing (or something else) answers in time.
+        LaunchError: the port is in use, or nothing (or another program) answers in time.
     """
     from torch.distributed import DistError, TCPStore
 
     if role == "first":
         role = "host" if is_here(host) and is_free(port) else "guest"
-        last_resort = role == "host"  # another one may take the port before this one does
+        last_resort = role == "host"  # another process may take the port first
     else:
         last_resort = False
     wait = timedelta(seconds=max(1.0, deadline.left))
@@ -187,7 +189,7 @@ def meet(
                     " there."
                 ) from error
     _await_port(host, port, deadline)
-    # A store answers as soon as it listens. torch asks what does not for as long as it may.
+    # A store answers as soon as it listens. torch keeps asking anything else until its timeout.
     answer = Deadline(min(max(1.0, deadline.left), _ANSWER_SECONDS))
     limit = timedelta(seconds=answer.seconds)
     try:
@@ -203,7 +205,7 @@ def meet(
 
 
 def _serve(host: str, port: int, listen: str | None, wait: timedelta) -> TCPStore:
-    """A store of this process. torch's own socket would listen on all interfaces."""
+    """Serve a store from this process. torch's own socket would listen on all interfaces."""
     from torch.distributed import TCPStore
 
     if listen is None:
@@ -223,16 +225,16 @@ def _serve(host: str, port: int, listen: str | None, wait: timedelta) -> TCPStor
 
 
 def gather_at(store: Store, place: str, world_size: int, deadline: Deadline) -> None:
-    """Wait until `world_size` ranks have called this.
+    """Wait until `world_size` ranks have called this function.
 
     Args:
-        store: where they meet; a name space that no other group uses.
-        place: the store's address, for the message.
-        world_size: ranks that are to come.
-        deadline: by which they have to be there.
+        store: store where they meet, with a prefix that no other group uses.
+        place: address of the store, for the error message.
+        world_size: number of ranks that are expected.
+        deadline: time limit for all of them to arrive.
 
     Raises:
-        LaunchError: some did not come in time, or too many did.
+        LaunchError: some did not arrive in time, or too many did.
     """
     number = store.add("arrived", 1)
     if number > world_size:

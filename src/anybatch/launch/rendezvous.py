@@ -1,19 +1,22 @@
-"""Rendezvous of the elastic agents: which machines take part in an attempt, and how it went for each.
+"""Rendezvous of the elastic agents: the machines of an attempt, and how it ended on each.
 
-On one machine the agent is alone, so `Rendezvous` answers by itself and reads nothing from the store.
+On one machine there is only one agent, so `Rendezvous` needs no information from the store.
 
-On several, torch's `DynamicRendezvousHandler` keeps its state in the store as a pickle, which can run
-code, and anything that reaches the store's port can write there. `SignedBackend` therefore puts before
-the state an HMAC-SHA256 with a secret that the machines share, and hands to torch only a state whose
-signature holds. torch also drops a machine that no longer gives a sign of life.
+On several machines, torch's `DynamicRendezvousHandler` keeps its state in the store as a pickle,
+which can execute code, and any program that reaches the store's port can write to it.
+`SignedBackend` therefore prefixes the state with an HMAC-SHA256 with a secret that the machines
+share, and passes a state to torch only if its signature is valid. torch also removes a machine that
+no longer sends heartbeats.
 
-torch's agents do not tell each other how an attempt went. Here each attempt has three kinds of keys:
-`done/I` when all ranks of machine I are done; `over`, why the attempt ends, by the first machine
-that knows; `end/I`, the first bad end on machine I. From these all machines find the same cause.
+torch's agents do not tell each other how an attempt ended. Here each attempt has three kinds of
+keys: `done/I` is set when all ranks of machine I are done; `over` is the reason why the attempt
+ends, set by the first machine that knows it; `end/I` is the first failed end on machine I. From
+these, all machines determine the same cause.
 
-A store whose machine has lost its power does not answer, and torch would wait for it without end. So
-every question to it has a deadline. Ranks meet in the agents' store (torch's variables `MASTER_ADDR`
-and `MASTER_PORT` name it), so a machine opens no further port for them, and it outlives any rank.
+If the machine that serves the store loses power, the store does not answer, and torch would wait
+for it forever. So every request to it has a deadline. Ranks meet in the agents' store (torch's
+variables `MASTER_ADDR` and `MASTER_PORT` refer to it), so no further port is opened for them, and
+the store outlives any single rank.
 """
 
 from __future__ import annotations
@@ -51,13 +54,13 @@ from anybatch.process.signing import signed, verified
 T = TypeVar("T")
 
 Why: TypeAlias = Literal["failed", "grow", "leave"]
-"""Why an attempt ends: a rank or a machine failed, a machine has come, one was told to end."""
+"""Why an attempt ends: a rank or a machine failed, a machine joined, or a machine was asked to end."""
 
 RUN = "anybatch"
 _PURPOSE = "rendezvous"
 
 SILENT_SECONDS = 10.0
-"""After which a machine, or the store, that does not give a sign is taken to be gone."""
+"""Time without a sign of life after which a machine, or the store, is considered lost."""
 
 _OPEN_SECONDS = 30.0
 _LOOK_SECONDS = 0.2
@@ -68,26 +71,28 @@ _SEPARATE_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 class Lost(RuntimeError):
-    """The store does not answer."""
+    """Raised when the store does not answer."""
 
 
 class Rendezvous(RendezvousHandler):
-    """The meeting of the agents, from the view of one of them.
+    """The rendezvous of the agents, as seen from one of them.
 
     Args:
-        store: that the agents share.
-        address: host and port of it, which ranks are given too.
+        store: store that the agents share.
+        address: host and port of the store, which are also passed to the ranks.
         machines: torch's rendezvous of several machines; None on one machine.
-        name: of this machine, for messages.
-        join_seconds: within which machines have to meet.
-        patience: entered while others are waited for.
+        name: name of this machine, for messages.
+        join_seconds: time limit for machines to meet.
+        patience: makes a context that is entered while other machines are awaited.
 
     Attributes:
-        attempt: its number, from 0; counts every start of the ranks, the same on all machines.
-        failures: attempts that have failed before, likewise.
-        index: of this machine among those of the attempt.
-        names: of all.
-        start: the moment that all call zero, in nanoseconds of this machine's monotonic clock.
+        attempt: number of the attempt, from 0; counts every start of the ranks, the same on all
+            machines.
+        failures: number of attempts that have failed before, the same on all machines.
+        index: index of this machine among those of the attempt.
+        names: names of the machines of the attempt.
+        start: common zero of time of all machines, in nanoseconds of this machine's monotonic
+            clock.
     """
 
     def __init__(
@@ -110,7 +115,7 @@ class Rendezvous(RendezvousHandler):
         self._machines = machines
         self._join_seconds = join_seconds
         self._patience = patience
-        self._meeting: Store | None = None  # the name space of the attempt
+        self._meeting: Store | None = None  # the namespace of the attempt
         self._why: Why | None = None
         self._looked = 0.0
         self._left = False
@@ -131,7 +136,7 @@ class Rendezvous(RendezvousHandler):
         return RUN
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """See the base class. Raises `Lost`, too."""
+        """See the base class. Also raises `Lost`."""
         self._why = None
         machines = self._machines
         if machines is None:
@@ -147,7 +152,7 @@ class Rendezvous(RendezvousHandler):
                 return RendezvousInfo(met.store, met.rank, met.world_size, self._info)
             except Lost:
                 raise
-            except RuntimeError:  # a machine was gone as soon as it had come
+            except RuntimeError:  # a machine left as soon as it had joined
                 if not tries_left:
                     raise
         raise AssertionError
@@ -162,7 +167,8 @@ class Rendezvous(RendezvousHandler):
             self._machines.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """See the base class. The agent goes by `look`, which waits for no store."""
+        """See the base class. The agent uses `look` instead, whose requests to the store have a
+        deadline."""
         return 0
 
     def shutdown(self) -> bool:
@@ -172,7 +178,8 @@ class Rendezvous(RendezvousHandler):
     # -------------------------------------------------------------------------- an attempt, and its end
 
     def look(self, is_done: bool) -> Literal["runs", "done", "over"]:
-        """How the attempt goes on all machines. `is_done`: the ranks of this one are. Raises `Lost`."""
+        """The state of the attempt on all machines. `is_done`: whether the ranks of this one are
+        done. Raises `Lost`."""
         meeting, machines = self._meeting, self._machines
         if meeting is None or machines is None:
             return "done" if is_done else "runs"
@@ -201,7 +208,7 @@ class Rendezvous(RendezvousHandler):
         return found
 
     def end(self, why: Why) -> Why:
-        """The attempt is over. Why it is, as the first machine says that knew it. Raises `Lost`."""
+        """End the attempt. Returns the reason of the first machine that ended it. Raises `Lost`."""
         meeting = self._meeting
         if meeting is None:
             self._why = self._why or why
@@ -209,14 +216,15 @@ class Rendezvous(RendezvousHandler):
         return self._ask(lambda: self._end(meeting, why))
 
     def tell(self, end: End | None) -> None:
-        """Tell the other machines the first bad end of a rank here, if there was one. Raises `Lost`."""
+        """Report the first failed end of a rank of this machine, if any, to the other machines.
+        Raises `Lost`."""
         meeting, text = self._meeting, json.dumps(end and asdict(end))
         if meeting is not None:
             self._ask(lambda: meeting.set(f"end/{self.index}", text))
 
     def ends(self, own: End | None) -> tuple[Sequence[End], Sequence[str]]:
-        """The first bad ends that machines have told, `own` here, and the names of the machines that
-        tell nothing. Raises `Lost`."""
+        """The first failed ends that the machines reported (on one machine, `own`), and the names
+        of the machines that reported nothing. Raises `Lost`."""
         meeting, deadline = self._meeting, Deadline(_ENDS_SECONDS)
         if meeting is None:
             return [end for end in (own,) if end is not None], ()
@@ -229,13 +237,13 @@ class Rendezvous(RendezvousHandler):
         return ends, [name for key, name in names.items() if key not in there]
 
     def leave(self, closing: bool) -> None:
-        """Take part no more; `closing`: nor shall anybody else. Then the others get to read what was
-        told: one of the machines serves the store for them."""
+        """Leave the rendezvous; `closing` also closes it for all other machines, and waits for them
+        to read the reports of this machine, since one of the machines serves the store."""
         self._left = True
         machines, meeting = self._machines, self._meeting
         if machines is None:
             return
-        with suppress(RendezvousError, RuntimeError):  # who served the store may have left before
+        with suppress(RendezvousError, RuntimeError):  # the store may already be closed
             goodbye = machines.shutdown if closing else machines._stop_heartbeats
             Deadline(_GOODBYE_SECONDS).within(goodbye)
             deadline = Deadline(_GOODBYE_SECONDS if closing else 0)
@@ -248,7 +256,7 @@ class Rendezvous(RendezvousHandler):
         return cast(Why, meeting.compare_set("over", "", why).decode())
 
     def _ask(self, question: Callable[[], T], seconds: float | None = None) -> T:
-        """What the store answers. Raises `Lost`."""
+        """The answer of the store to `question`. Raises `Lost` if there is none in time."""
         seconds = SILENT_SECONDS if seconds is None else seconds
         answer = Deadline(seconds).within(lambda: (question(),))
         if answer is None:
@@ -256,13 +264,13 @@ class Rendezvous(RendezvousHandler):
         return answer[0]
 
     def _meet(self, machines: DynamicRendezvousHandler) -> RendezvousInfo:
-        """torch's meeting, after which all machines count alike, and from the same moment."""
+        """Run torch's rendezvous, then make all machines agree on the counts and the start time."""
         with _no_further_store():
             met = machines.next_rendezvous()
         if self._left:
             machines._stop_heartbeats()
         place = joined(self._info.master_addr, self._info.master_port)
-        # A machine that has come late counts with the others.
+        # A machine that joined late adopts the counts of the others.
         known = json.dumps([self.attempt + 1, self.failures, self._name])
         met.store.set(f"machine/{met.rank}", known)
         deadline = Deadline(_OPEN_SECONDS)
@@ -276,8 +284,8 @@ class Rendezvous(RendezvousHandler):
 
 
 class SignedBackend(RendezvousBackend):
-    """The state of torch's rendezvous in a store, signed with `secret`. A state with another signature,
-    or none, raises `RendezvousStateError` before anything unpickles it."""
+    """Keeps the state of torch's rendezvous in a store, signed with `secret`. A state with another
+    signature, or with none, raises `RendezvousStateError` before it is unpickled."""
 
     def __init__(self, store: TCPStore, secret: str) -> None:
         self._backend = C10dRendezvousBackend(store, RUN)
@@ -320,14 +328,14 @@ def of_machines(
     join_seconds: float,
     last_call_seconds: float,
 ) -> DynamicRendezvousHandler:
-    """torch's rendezvous of `least` to `most` machines, of which this one has `address`.
+    """Create torch's rendezvous of `least` to `most` machines.
 
     Args:
         store, secret: see `SignedBackend`.
-        address: of this machine.
-        least, most: number of machines.
-        join_seconds: within which enough have to come.
-        last_call_seconds: for which more are waited for when enough have come.
+        address: address of this machine.
+        least, most: minimum and maximum number of machines.
+        join_seconds: time limit for the minimum number of machines to join.
+        last_call_seconds: how long to wait for further machines after that.
     """
     return DynamicRendezvousHandler.from_backend(
         run_id=RUN,
@@ -347,7 +355,7 @@ def of_machines(
 
 @contextmanager
 def _no_further_store() -> Iterator[None]:
-    """torch serves no store of its own for the ranks, which would listen on all interfaces."""
+    """Prevent torch from serving another store for the ranks, which would listen on all interfaces."""
     before = os.environ.get(_SEPARATE_STORE)
     os.environ[_SEPARATE_STORE] = "1"
     try:

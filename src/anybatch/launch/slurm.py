@@ -1,12 +1,12 @@
 """A training run as a Slurm job: the batch script, and its submission.
 
-Each task of the job is one rank of the command that a user would type, which finds its membership by
-itself, so that a job can be read, edited and submitted again by hand.
+Each task of the job is one rank. It runs the command that a user would type, which finds its
+membership by itself, so a job can be read, edited and submitted again by hand.
 
-A job that may be requeued ends early in one of two ways. Preempted, or on a failed node, Slurm requeues
-it by itself. Short of its time limit, Slurm sends the ranks a signal; they finish their step, save, and
-leave together with status 75, whereupon the script has the job requeued. Started again, the command
-gets the options by which it resumes.
+A job that may be requeued ends early in one of two ways. If it is preempted or its node fails,
+Slurm requeues it. Shortly before its time limit, Slurm sends the ranks a signal; they finish their
+step, save, and exit together with status 75, and the script then has the job requeued. When the job
+is restarted, options that make the run resume are added to the command.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from anybatch.errors import InputError, LaunchError
 from anybatch.units import check_count
 
 STOPPED_EARLY = 75
-"""The exit status of a run that has saved everything and is to be resumed."""
+"""Exit status of a run that has saved everything and is to be resumed."""
 
 _SUBMIT_SECONDS = 120
 _SIGNAL = re.compile(r"(?:[A-Z][A-Z0-9]*|\d+)@\d+$")
@@ -36,18 +36,21 @@ class Job:
     """A job to be submitted.
 
     Attributes:
-        arguments: of `python -m anybatch`, the same for every rank.
-        name: of the job.
-        logs: folder for the script and what ranks write, seen by all nodes.
-        nodes: machines.
-        ranks_per_node: processes on each.
-        gpus_per_node: devices on each, seen by all ranks there; None asks for none.
-        cpus_per_rank: cores for each; None leaves it to Slurm.
-        time: limit, as Slurm writes it (`90`, `2:00:00`, `1-12`); None is the partition's.
-        partition: None is Slurm's default.
-        requeue: whether the job is started again after it had to end early.
-        signal: what ranks are sent before the time limit, and how many seconds before: `TERM@60`.
-        resume: options added to `arguments` when the job is started again.
+        arguments: arguments of `python -m anybatch`, the same for every rank.
+        name: name of the job.
+        logs: folder for the script and the output of the ranks, visible to all nodes.
+        nodes: number of machines.
+        ranks_per_node: number of processes on each node.
+        gpus_per_node: number of devices on each node, visible to all of its ranks; None requests
+            none.
+        cpus_per_rank: number of cores for each rank; None leaves it to Slurm.
+        time: time limit, in Slurm's format (`90`, `2:00:00`, `1-12`); None: the limit of the
+            partition.
+        partition: partition of the job; None: Slurm's default.
+        requeue: whether the job is restarted after it had to end early.
+        signal: signal that ranks are sent before the time limit, and how many seconds before:
+            `TERM@60`.
+        resume: options added to `arguments` when the job is restarted.
     """
 
     arguments: tuple[str, ...]
@@ -65,7 +68,7 @@ class Job:
 
 
 def script(job: Job) -> str:
-    """The batch script of `job`. Raises `InputError` for an attribute that cannot be."""
+    """The batch script of `job`. Raises `InputError` for an invalid attribute."""
     _check(job)
     logs = job.logs.absolute()
     options = {
@@ -83,9 +86,9 @@ def script(job: Job) -> str:
     given = [f"{name}={shlex.quote(str(v))}" for name, v in options.items() if v is not None]
     given.append("requeue" if job.requeue else "no-requeue")
     run = ["srun", "--unbuffered", "--output", str(logs / "%j_%t_log.out")]
-    run.append("--kill-on-bad-exit=1")  # else the others would wait for a rank that failed
+    run.append("--kill-on-bad-exit=1")  # otherwise the others would wait for a failed rank
     if job.cpus_per_rank is not None:
-        # Since Slurm 22.05 srun does not take over the job's cores per task by itself.
+        # Since Slurm 22.05, srun does not inherit the job's cores per task.
         run.append(f"--cpus-per-task={job.cpus_per_rank}")
     command = shlex.join([*run, sys.executable, "-u", "-m", "anybatch", *job.arguments])
     lines = ["#!/bin/bash", *(f"#SBATCH --{option}" for option in given), ""]
@@ -111,7 +114,7 @@ def submit(job: Job) -> str:
 
     Raises:
         InputError: Slurm is not installed here, or see `script`.
-        LaunchError: Slurm did not take it.
+        LaunchError: Slurm did not accept the job.
     """
     text = script(job)
     sbatch = shutil.which("sbatch")
@@ -146,12 +149,13 @@ def submit(job: Job) -> str:
 
 
 def output_of(job: Job, number: str) -> Path:
-    """The file that rank 0 of job `number` writes to. Other ranks have theirs beside it."""
+    """The file that rank 0 of job `number` writes to. The files of the other ranks are in the same
+    folder."""
     return job.logs.absolute() / f"{number}_0_log.out"
 
 
 def _check(job: Job) -> None:
-    """Raises `InputError` for the first attribute that cannot be."""
+    """Raises `InputError` for the first invalid attribute."""
     counts = {
         "--nodes": job.nodes,
         "--ranks-per-node": job.ranks_per_node,
@@ -181,7 +185,7 @@ def _check(job: Job) -> None:
 
 
 def _in_words(output: str) -> str:
-    """sbatch's complaints in one line."""
+    """The error messages of sbatch in one line."""
     lines: Sequence[str] = [line.removeprefix("sbatch: ") for line in output.splitlines()]
     return (
         "; ".join(line.removeprefix("error: ").rstrip(".") for line in lines if line) or "no reason"

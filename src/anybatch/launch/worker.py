@@ -1,13 +1,14 @@
-"""The process of one rank, from its first line: tied to its agent, signed in, its output in place.
+"""The process of one rank: attached to its agent, registered, with its output redirected.
 
     python -m anybatch.launch.worker FOLDER AGENT LOGS call
     python -m anybatch.launch.worker FOLDER AGENT LOGS command MODULE ARGUMENT...
 
-Started by the elastic agent with torchrun's variables in the environment. Nothing heavy is imported
-before the rank is tied to its agent, by a file `PID.pid` in FOLDER.
+Started by the elastic agent with torchrun's variables in the environment. No slow module is
+imported before the rank is attached to its agent, by a file `PID.pid` in FOLDER.
 
-Other files there are named by attempt and local rank: `0-1.result` or `0-1.failure` (of a call),
-`0-1.noted` (what failed first, before it ends) and last `0-1.word` (how it ended); see `exits`.
+Other files in FOLDER are named by attempt and local rank: `0-1.result` or `0-1.failure` (of a
+call), `0-1.noted` (the first failure, written before the rank ends) and finally `0-1.word` (how it
+ended); see `exits`.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ def main() -> None:
     with early_stop_signal.ending_at_once():
         signal.pthread_sigmask(
             signal.SIG_UNBLOCK, {signal.SIGINT}
-        )  # blocked by the agent, see there
+        )  # blocked by the agent (`elastic`)
         work = _prepared(*sys.argv[1:])
     work()
 
 
 def _prepared(folder: str, agent: str, logs: str, kind: str, *arguments: str) -> Callable[[], None]:
-    """What the rank is to do, when all that is needed for it is in place."""
+    """Set up the process, and return the work of the rank."""
     _tie_to(int(agent), Path(folder))
     libraries.stay()
     path = Path(folder) / f"{os.environ[ATTEMPT]}-{os.environ['LOCAL_RANK']}"
@@ -62,7 +63,7 @@ def _prepared(folder: str, agent: str, logs: str, kind: str, *arguments: str) ->
 
 
 def _note(path: Path, failure: exits.Failure | None) -> None:
-    with suppress(OSError, MemoryError):  # what has failed before is what has to be told
+    with suppress(OSError, MemoryError):  # the earlier failure is the one to report
         if failure is None:
             path.unlink(missing_ok=True)
         else:
@@ -70,18 +71,19 @@ def _note(path: Path, failure: exits.Failure | None) -> None:
 
 
 def _tie_to(agent: int, folder: Path) -> None:
-    """This rank ends when its agent does: Linux kills it, and the agent's shell kills its group, by the
-    number in the name of a file."""
+    """Make this rank end when its agent does: Linux kills it, and the agent's shell kills its
+    process group, whose number is the name of a file."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    with suppress(FileNotFoundError):  # the shell was faster
+    with suppress(FileNotFoundError):  # the shell has already deleted it
         (folder / f"{os.getpid()}.pid").touch()
-    if os.getppid() != agent:  # it has ended before the lines above
+    if os.getppid() != agent:  # the agent ended before the lines above
         os._exit(1)
 
 
 def _place_output(folder: Path, logs: Path, rank: int) -> None:
-    """Rank 0 writes where the agent does, or into pipes that the agent reads; others into files."""
+    """Make rank 0 write where the agent writes, or into pipes that the agent reads, and the other
+    ranks into files."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, name in ((1, "stdout"), (2, "stderr")):
         pipe = folder / name
@@ -105,7 +107,7 @@ def _loaded(payload: Path, path: Path) -> Callable[[], None]:
     try:
         import_path, home, data = cloudpickle.loads(payload.read_bytes())
         sys.path[:] = import_path
-        if home.startswith("anybatch."):  # before the user's code, which comes with the data
+        if home.startswith("anybatch."):  # before the user's code in the data
             with libraries.loading():
                 import_module(home)
         function, args = cloudpickle.loads(data)
@@ -148,7 +150,7 @@ def _write_failure(path: Path, error: BaseException) -> None:
         "error": packed,
     }
     write_whole(path.with_suffix(".failure"), cloudpickle.dumps(failure))
-    # The cause of the error that reaches this place may be another one, noted before.
+    # The error caught here may have been caused by another one, noted before.
     write_word(path.with_suffix(".word"), 1, replace(noted, what=what))
 
 
@@ -166,12 +168,12 @@ def _command(module: str, arguments: Sequence[str], path: Path) -> None:
         raise
     except KeyboardInterrupt:
         status = early_stop_signal.STOPPED_BY_HAND
-        sys.exit(status)  # its agent says so
+        sys.exit(status)  # its agent reports it
     except BaseException as error:
         failed = error
         raise
     finally:
-        # Its agent takes the word for told, so the interpreter gets to print what has been raised.
+        # The agent assumes that a recorded error was printed, so let the interpreter print it.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         write_word(word, status, exits.note(failed))
 

@@ -1,4 +1,4 @@
-"""How ranks act as one: see `group.py`."""
+"""Parallel execution over several ranks; the interface is defined in `group.py`."""
 
 from anybatch.parallel.choose import group_of as group_of
 from anybatch.parallel.group import NUM_FIXED as NUM_FIXED

@@ -1,26 +1,28 @@
-"""AbortableGroup: the process group in which sharded passes gather weights and add up gradients.
+"""AbortableGroup: the process group in which sharded passes gather weights and reduce gradients.
 
-It is a group of its own, beside the default one, for the sake of failures. A rank that runs out of
-memory in the middle of a pass cannot complete what it began, and the others wait for it inside a
-collective. It cuts its wire: on gloo the connections are shut down, and every rank that waits at their
-other end wakes at once with an error (measured: 10 ms; `abort` does not do it, they wait out the
-deadline). The default group is untouched by it, so all ranks meet in the vote, and lay a new wire.
+It is separate from the default process group so that it can be aborted after a failure. A rank that
+runs out of memory in the middle of a pass cannot complete its collectives, and the other ranks block
+inside them. The failed rank cuts the connections of the group (its "wire"): on gloo the sockets are
+shut down, and every rank blocked at the other end fails immediately (measured: 10 ms; with `abort`
+they would wait until the deadline). The default group is not affected, so all ranks meet in the vote
+and then create a new group.
 
     rank 0   pass  X out of memory, cuts      vote    new wire, step again
     rank 1   pass    waits for 0 ... wakes    vote    new wire, step again
 
-Whoever wakes so cuts its own end too, for those that wait for it in turn.
+A rank that fails this way also cuts its own connections, for the ranks that wait for it in turn.
 
-Shut down, not only closed: a connection ends when the last process that holds it has closed it, and
-processes that load samples were forked from a rank and hold all that it held. Gloo does not show its
-sockets, so those that appear while it connects are asked which other rank they end at.
+The connections are shut down, not only closed: a connection ends when the last process that holds it
+closes it, and data loading processes are forked from a rank and inherit its descriptors. Gloo does not
+expose its sockets, so the sockets that appear while it connects are matched between ranks by address.
 
-On NCCL it is the device that waits, in a kernel, and the host may be anywhere: far ahead, in the vote,
-in whatever waits for the device. So a rank that cuts its wire rings an `Alarm`, and a thread on every
-rank aborts its end of the wire: kernels of it end then, and what stands behind them goes on. None does
-so before all have heard the alarm, since a rank that is taken unawares ends: over a network NCCL has an
-error as soon as another aborts, and torch's watchdog, which looks for errors ten times a second, then
-takes the process down. It looks no more where an abort has begun.
+On NCCL the device blocks, in a kernel, while the host may be anywhere: far ahead, in the vote, or in a
+call that synchronizes with the device. A rank that cuts its wire therefore rings an `Alarm`, and a
+thread on every rank aborts the group there: its kernels end, and the work queued behind them continues.
+No rank aborts before all ranks have received the alarm, since an unprepared rank would be terminated:
+over a network NCCL reports an error as soon as a peer aborts, and torch's watchdog, which checks for
+errors ten times a second, then terminates the process. The watchdog does not check a group whose abort
+has begun.
 
     rank 0   X rings | hears ....... | aborts
     rank 1             looks | hears | aborts
@@ -48,34 +50,34 @@ from anybatch.parallel.norms import PassAbandoned
 from anybatch.parallel.vote import calling, exchange
 
 DEADLINE = timedelta(minutes=10)
-"""How long a rank waits for another inside a pass, if nobody says otherwise."""
+"""Default time limit for a rank that waits for another inside a pass."""
 
 _ALARM, _HEARD, _ALL_HEARD = "wire is cut", "have heard it", "all have heard it"
 _EVERY_SECONDS = 0.1
-"""Between two looks for the key: one small message to the machine that serves the store."""
+"""Interval between checks for the key; each is one small message to the host of the store."""
 
 _HEARING = timedelta(seconds=5)
-"""How long one waits for others to have heard the alarm, who may be gone."""
+"""How long a rank waits for the others to receive the alarm; they may have exited."""
 
 _Ends = tuple[tuple[str, int], tuple[str, int]]
-"""Address and port of this end of a connection, and of the other."""
+"""Address and port of the local end of a connection, and of the remote end."""
 
-# torch 2.13 gave these two other names, and warns of the old ones.
+# torch 2.13 renamed these two and warns about the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @final
 class AbortableGroup:
-    """The group of this rank and of those that it shares a model with.
+    """The process group of the ranks that share one model with this rank.
 
     Args:
-        rings: all such groups, by ranks of the default group; each rank is in one of them.
-        deadline: how long a rank waits inside a pass for another.
-        device: of this rank.
+        rings: all such groups, as ranks of the default group; each rank is in exactly one.
+        deadline: how long a rank waits for another inside a pass.
+        device: device of this rank.
 
     Attributes:
-        broken: how this rank found the wire broken in a pass; empty: it did not.
+        broken: the error with which this rank found the wire broken in a pass; empty if it did not.
     """
 
     def __init__(
@@ -89,12 +91,12 @@ class AbortableGroup:
         self._alarm: Alarm | None = None
         self.broken: str = ""
         self.lay()
-        if device.type == "cuda":  # its buffers are there before memory counts
+        if device.type == "cuda":  # allocate its buffers before memory is measured
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
             torch.cuda.synchronize(device)
 
     def lay(self) -> None:
-        """A new wire in place of the old one. Every rank of the default group calls it."""
+        """Replace the process group by a new one. Must be called by every rank of the default group."""
         self.cut()
         self.broken = ""
         before = _sockets()
@@ -109,16 +111,16 @@ class AbortableGroup:
             self._lines = _between_ranks(fd for fd, _ in _sockets() - before)
 
     def cut(self) -> None:
-        """Wake whoever waits for this rank inside a pass. No pass goes through until `lay`."""
+        """Wake the ranks that wait for this one inside a pass. No pass can complete until `lay`."""
         if self._alarm is not None:
             self._alarm.ring()
         self.close()
 
     def close(self) -> None:
-        """No pass goes through any more. On gloo it wakes the others; over NCCL nothing under way is
-        waited for."""
+        """Shut down the process group. On gloo this wakes the other ranks; on NCCL pending collectives
+        are not waited for."""
         for line in self._lines:
-            with suppress(OSError):  # it has been cut at the other end
+            with suppress(OSError):  # already cut at the other end
                 line.shutdown(socket.SHUT_RDWR)
             line.close()
         self._lines = []
@@ -130,8 +132,8 @@ class AbortableGroup:
             self._group = None
 
     def connect(self, module: FSDPModule) -> None:
-        """Let the collectives of `module` go through this wire."""
-        # FSDP asks for these two methods, and has no public type for them.
+        """Run the collectives of `module` in this group."""
+        # FSDP expects objects with `allocate` and `__call__`, and has no public type for them.
         gather: Any = _InPass(self, "while weights were gathered in a pass", _all_gather)
         scatter: Any = _InPass(self, "while gradients were added up in a pass", _reduce_scatter)
         module.set_custom_all_gather(gather)
@@ -139,7 +141,8 @@ class AbortableGroup:
 
     @contextmanager
     def speaking(self, when: str) -> Iterator[dist.ProcessGroup]:
-        """Around a collective of a pass. Raises `PassAbandoned` if another rank has left the pass."""
+        """Context manager around a collective of a pass. Raises `PassAbandoned` if this rank or another
+        one has left the pass."""
         if self._group is None or (self._alarm is not None and self._alarm.has_rung):
             raise PassAbandoned("this rank has left the pass that the other ranks are in")
         try:
@@ -148,25 +151,25 @@ class AbortableGroup:
         except PeerLost as error:
             self.broken = str(error)
         if self.broken:
-            self.cut()  # not inside `except`: the error holds the group
+            self.cut()  # outside `except`: the error keeps the group alive
             raise PassAbandoned(self.broken)
 
 
 @final
 class Alarm:
-    """Aborts a group over NCCL on all its ranks when one of them rings: by a key in the store of the
-    group, and a thread that looks for it. To destroy the group without that would be to wait for what
-    others never join.
+    """Aborts an NCCL group on all of its ranks once one of them rings. The ring sets a key in the store
+    of the group, and a thread on every rank polls for it. Destroying the group without an abort would
+    wait for collectives that other ranks never join.
 
     Args:
-        group: of this rank.
+        group: the NCCL group of this rank.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._size = dist.get_world_size(group)
         store: Any = dist.distributed_c10d._get_process_group_store(group)
-        self._store = store.clone()  # a thread that waits in one would keep others out
+        self._store = store.clone()  # a thread that waits in a store blocks its other users
         self._once = threading.Lock()
         self._ended = threading.Event()
         self._aborted = threading.Event()
@@ -175,17 +178,17 @@ class Alarm:
 
     @property
     def has_rung(self) -> bool:
-        """Whether the group is aborted on this rank, or about to be."""
+        """Whether the group has been aborted on this rank, or is about to be."""
         return self._aborted.is_set()
 
     def ring(self) -> None:
         """Abort the group on every rank."""
-        with suppress(RuntimeError):  # nobody serves the store any more: the run is over
+        with suppress(RuntimeError):  # the store is no longer served: the run is over
             self._store.set(_ALARM, "1")
         self._abort(together=True)
 
     def end(self) -> None:
-        """Abort the group on this rank, where nobody listens any more."""
+        """Stop listening for the alarm, and abort the group on this rank."""
         self._ended.set()
         self._listener.join()
         self._abort()
@@ -198,7 +201,7 @@ class Alarm:
                     return
 
     def _abort(self, together: bool = False) -> None:
-        with self._once:  # a second time would end the process
+        with self._once:  # a second abort would terminate the process
             if not self._aborted.is_set():
                 self._aborted.set()
                 if together:
@@ -207,7 +210,7 @@ class Alarm:
                 self._group.abort()
 
     def _await_others(self) -> None:
-        """Until all ranks have heard the alarm. Raises `RuntimeError` if they have not for long."""
+        """Wait until all ranks have received the alarm. Raises `RuntimeError` after `_HEARING`."""
         if self._store.add(_HEARD, 1) == self._size:
             self._store.set(_ALL_HEARD, "1")
         else:
@@ -215,7 +218,8 @@ class Alarm:
 
 
 class _InPass:
-    """A collective as FSDP calls it, through the wire, with memory of its own for each call."""
+    """A collective with the interface that FSDP expects, run in the group, with a new allocation for
+    each call."""
 
     def __init__(self, wire: AbortableGroup, when: str, collective: Any) -> None:
         self._wire, self._when, self._collective = wire, when, collective
@@ -231,10 +235,10 @@ class _InPass:
 
 
 def _sockets() -> set[tuple[int, int]]:
-    """(descriptor, inode) of the sockets of this process; none on Windows, which does not fork."""
+    """(descriptor, inode) of each socket of this process; empty on Windows, which does not fork."""
     found: set[tuple[int, int]] = set()
     for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else ():
-        with suppress(OSError):  # the descriptor that has just listed them is closed again
+        with suppress(OSError):  # the descriptor used by `listdir` is already closed
             about = os.fstat(int(name))
             if stat.S_ISSOCK(about.st_mode):
                 found.add((int(name), about.st_ino))
@@ -242,15 +246,16 @@ def _sockets() -> set[tuple[int, int]]:
 
 
 def _between_ranks(descriptors: Iterable[int]) -> list[socket.socket]:
-    """Of these sockets the connections with other ranks: some may be another thread's. Each by a
-    descriptor of its own, since gloo closes, and the system gives away, those that it has.
+    """The connections to other ranks among these sockets, some of which may belong to another thread.
+    Each is returned with a duplicated descriptor, since gloo closes its own descriptors and the system
+    then reuses their numbers.
 
-    Every rank of the default group calls it.
+    Must be called by every rank of the default group.
     """
     mine: dict[_Ends, socket.socket] = {}
     for descriptor in descriptors:
-        with suppress(OSError):  # it has been closed
-            # Not by `socket.dup`, which would make the connection a blocking one, for gloo too.
+        with suppress(OSError):  # already closed
+            # `socket.dup` would make the connection blocking, for gloo as well.
             line = socket.socket(fileno=os.dup(descriptor))
             ends = _ends(line)
             if ends is None:
@@ -266,10 +271,10 @@ def _between_ranks(descriptors: Iterable[int]) -> list[socket.socket]:
 
 
 def _ends(line: socket.socket) -> _Ends | None:
-    """Of a connection over a network."""
+    """The two ends of a network connection; None for any other socket."""
     if line.family not in (socket.AF_INET, socket.AF_INET6):
         return None
     try:
         return line.getsockname()[:2], line.getpeername()[:2]
-    except OSError:  # it listens
+    except OSError:  # a listening socket
         return None

@@ -1,18 +1,19 @@
-"""Buffers after a step: what one rank would hold that had seen all samples in their order.
+"""Buffers after a step: the values that a single rank would hold after seeing all samples in order.
 
 Every rank stages a step from the same buffers and writes them in its own passes. BatchNorm's running
-statistics can be put together exactly. Each ghost batch with the statistic s makes of r
+statistics can be merged exactly. Each ghost batch with the statistic s replaces r by
 
     (1 - m) r + m s
 
-so what a rank has done to them is affine, `end = a * start + b` with `a = (1 - m) ** ghosts`, whatever
-s was, and affine maps follow one another in rank order. With `momentum=None` the statistics are means
-over all batches so far, and sums add up. For a buffer of any other module there is no rule: the lowest
-rank that wrote it gives it to all, as DistributedDataParallel does with those of rank 0. Only buffers
-that changed cross, since masks and tables can be large; they are found by content, since some kernels
-write a buffer without changing its version.
+so the update of a rank is affine, `end = a * start + b` with `a = (1 - m) ** ghosts`, for any s, and
+affine maps are composed in rank order. With `momentum=None` the statistics are means over all batches
+so far, and sums are added. For the buffers of any other module there is no such rule: the lowest rank
+that wrote them broadcasts them, as DistributedDataParallel does with the buffers of rank 0. Only
+buffers that changed are sent, since masks and tables can be large; changes are detected by comparing
+contents, since some kernels write a buffer without changing its version.
 
-Every rank computes the same from the same numbers, so buffers are the same to the bit on all of them.
+Every rank computes the same results from the same numbers, so buffers are bitwise identical on all
+ranks.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from anybatch.parallel.collectives import broadcast_object, overwrite
 
 Held = Callable[[nn.Module, str], Tensor | None]
-"""What buffer `name` of `module` held when the step began. Its result is only read."""
+"""Returns the value that buffer `name` of `module` had when the step began. The result is only read."""
 
 Broadcast = Callable[[Sequence[Tensor | None], int], list[Tensor | None]]
-"""Gives every rank the tensors of one rank: (this rank's own, rank) -> that rank's. May write into the
-tensors given."""
+"""Broadcasts the tensors of one rank: (this rank's tensors, source rank) -> the source rank's tensors.
+May write into the given tensors."""
 
 
 _STATISTICS = ("running_mean", "running_var")
@@ -41,13 +42,13 @@ _COUNT = "num_batches_tracked"
 
 @final
 class BufferAgreement:
-    """The buffers of `model`, agreed upon by ranks. Knows no transport: what `contribution` gives on
-    every rank is to be brought to `settle` on every rank.
+    """Merges the buffers of `model` across ranks. Does not communicate itself: the caller passes the
+    results of `contribution` on all ranks to `settle` on every rank.
 
     Args:
-        model: the same on all ranks.
-        synchronised: every norm saw whole ghost batches on each rank that took part, so the rank that
-            saw most of them has the right statistics already.
+        model: the model, the same on all ranks.
+        synchronised: every norm saw whole ghost batches on each participating rank, so the rank that
+            saw the most of them already has the correct statistics.
 
     Attributes:
         size: length of a contribution.
@@ -72,19 +73,20 @@ class BufferAgreement:
         self.size: int = 2 * len(self._norms) + sum(self._widths) + self._num_flags
 
     def begin(self, held: Held) -> None:
-        """For a rank that may have no `contribution`: what tells the buffers at the start of the
-        step."""
+        """Set how the buffers at the start of the step are read, on a rank that may have no
+        `contribution`."""
         self._held = held
 
     @torch.no_grad()
     def contribution(self, held: Held) -> Tensor:
-        """What this rank did to the buffers: float64, shape [size], on the CPU. Waits for the device.
+        """The changes of this rank to the buffers: float64, shape [size], on the CPU. Synchronizes with
+        the device.
 
-        Batches seen before and in this step by each norm; the inhomogeneous parts of its running
-        statistics; which other buffers changed.
+        Contains the batches that each norm saw before and in this step, the inhomogeneous parts of its
+        running statistics, and which other buffers changed.
 
         Args:
-            held: tells the buffers at the start of the step, also in `settle`.
+            held: returns the buffers at the start of the step; also used by `settle`.
         """
         self._held = held
         batches = self._batches()
@@ -105,11 +107,11 @@ class BufferAgreement:
 
     @torch.no_grad()
     def settle(self, contributions: Tensor, broadcast: Broadcast) -> None:
-        """Make the buffers those of one rank that saw everything. After `contribution`.
+        """Set the buffers to those of a single rank that saw everything. Called after `contribution`.
 
         Args:
-            contributions: of all ranks, in rank order; shape [R, size], on the CPU.
-            broadcast: for buffers of other modules. Called equally often on all ranks.
+            contributions: contributions of all ranks, in rank order; shape [R, size], on the CPU.
+            broadcast: used for buffers of other modules. Called the same number of times on all ranks.
         """
         parts = [2 * len(self._norms), sum(self._widths), self._num_flags]
         counts, values, flags = contributions.split(parts, dim=1)
@@ -119,8 +121,8 @@ class BufferAgreement:
             self._settle_others(flags, broadcast)
 
     def changed(self, contribution: Tensor) -> list[tuple[nn.Module, list[str]]]:
-        """The modules other than norms whose buffers changed, by that contribution, with the names of
-        all their buffers."""
+        """The modules other than norms whose buffers changed according to `contribution`, each with the
+        names of all its buffers."""
         flags = contribution[self.size - self._num_flags :]
         per_module = flags.split([len(names) for _, names in self._others])
         return [
@@ -128,8 +130,8 @@ class BufferAgreement:
         ]
 
     def _batches(self) -> list[tuple[int, int]]:
-        """Of each norm: batches before the step, and in it (none, where forward has set the count
-        back). One wait for the device, for all."""
+        """For each norm, the number of batches before the step and in it (0 if forward has reset the
+        count). Synchronizes with the device once for all norms."""
         if not self._norms:
             return []
         now = [norm._buffers[_COUNT] for norm in self._norms]
@@ -139,7 +141,7 @@ class BufferAgreement:
         return [(first, max(0, last - first)) for first, last in pairs]
 
     def _statistics(self, of: Held) -> Sequence[Tensor]:
-        """The running statistics of each norm in a row: float64, on the CPU."""
+        """The running statistics of each norm as one vector: float64, on the CPU."""
         found = [_known(of(norm, name)) for norm in self._norms for name in _STATISTICS]
         flat = torch.cat([one.double().reshape(-1) for one in found]).cpu() if found else None
         return () if flat is None else flat.split(self._widths)
@@ -147,7 +149,7 @@ class BufferAgreement:
     def _added(
         self, momentum: float | None, before: int, seen: int, start: Tensor, end: Tensor
     ) -> Tensor:
-        """What `end` has beyond the part of `start` in it: see the module."""
+        """The inhomogeneous part of `end`, which does not depend on `start`: see the module."""
         if self._synchronised:
             return end
         if not seen:
@@ -178,7 +180,7 @@ class BufferAgreement:
     def _weights(
         self, momentum: float | None, before: int, seen: list[int]
     ) -> tuple[float, list[float]]:
-        """The weight of the start, and of each rank's contribution."""
+        """The weight of the starting value, and of the contribution of each rank."""
         total = sum(seen)
         if not total:
             return 1.0, [0.0] * len(seen)
@@ -194,7 +196,7 @@ class BufferAgreement:
         ]
 
     def _settle_others(self, flags: Tensor, broadcast: Broadcast) -> None:
-        """All changed buffers of a module come from one rank, so that they suit one another."""
+        """Broadcast the changed buffers; those of a module all come from one rank, for consistency."""
         from_rank: dict[int, list[tuple[nn.Module, str]]] = {}
         per_module = flags.split([len(names) for _, names in self._others], dim=1)
         for (module, names), changed in zip(self._others, per_module, strict=True):
@@ -211,21 +213,21 @@ class BufferAgreement:
 
 @final
 class Buffers:
-    """A `BufferAgreement` of the parts of a step, each of which began with the buffers that the step
-    found. The passes of a rank are a part; in reproducible mode it may have several.
+    """A `BufferAgreement` between the parts of a step, each of which starts from the buffers at the
+    start of the step. The passes of a rank are one part; in reproducible mode a rank may have several.
 
-        begin      an attempt begins, and ranks do not have one part each
+        begin      an attempt begins in which ranks do not have one part each
         staged     the passes of a part are over; may run out of memory
         gather     on every rank in every attempt, before the vote
         settle     on every rank, once the step is committed
 
     Args:
-        model: the same on all ranks.
-        device: of the group's tensors.
-        num_parts: of a full step, the most there are.
-        several: there are other ranks.
+        model: the model, the same on all ranks.
+        device: device of the tensors that the group communicates.
+        num_parts: number of parts of a full step, which is the maximum.
+        several: whether there are other ranks.
         synchronised: see `BufferAgreement`.
-        group: of the ranks; None: the default one.
+        group: process group of the ranks; None: the default one.
     """
 
     def __init__(
@@ -245,7 +247,7 @@ class Buffers:
         size = num_parts, self._agreement.size
         self._mine = torch.zeros(size, dtype=torch.float64)
         self._all = torch.zeros(size, dtype=torch.float64)
-        # Made beforehand: what is told before the vote must not be refused memory.
+        # Allocated beforehand: the exchange before the vote must not run out of memory.
         self._theirs = torch.zeros(size, dtype=torch.float64, device=device)
         self._row = torch.zeros(size[1], dtype=torch.float64, device=device)
         self._rows = list(self._theirs.unbind())
@@ -254,7 +256,7 @@ class Buffers:
         self._owners: Sequence[int] = range(num_parts)
 
     def begin(self, owners: Sequence[int]) -> None:
-        """`owners`: the rank that has each part."""
+        """Begin an attempt. `owners`: the rank that computes each part."""
         self._mine.zero_()
         self._first.clear()
         self._owners = owners
@@ -262,31 +264,31 @@ class Buffers:
 
     @torch.no_grad()
     def staged(self, part: int, held: Held) -> None:
-        """Work out what `part` contributes; the buffers are put back before the next part of this rank.
-        Waits for the device."""
+        """Compute the contribution of `part`; the buffers are reset before the next part of this rank.
+        Synchronizes with the device."""
         if not self._agreement.size:
             return
         contribution = self._agreement.contribution(held)
-        self._mine[part] = contribution + 0.0  # no rank's zero has a sign of its own
+        self._mine[part] = contribution + 0.0  # replaces -0.0 by 0.0
         if self._owners.count(self._owners[part]) == 1:
             return
         for module, names in self._agreement.changed(contribution):
-            if module not in self._first:  # the lowest part that wrote is the one that counts
+            if module not in self._first:  # only the lowest part that wrote counts
                 now = {name: module._buffers.get(name) for name in names}
                 self._first[module] = {
                     name: None if one is None else one.detach().clone() for name, one in now.items()
                 }
 
     def ended(self, held: Held) -> None:
-        """The passes of all parts are over, on a rank that perhaps has none."""
+        """Called when the passes of all parts are over, also on a rank without parts."""
         self._agreement.begin(held)
 
     def gather(self) -> None:
-        """Tell one another what the parts contribute: nothing, for those that did not come to `staged`.
-        Each is one rank's, so sums change no bit."""
+        """Exchange the contributions of all parts; parts that did not reach `staged` contribute zeros.
+        Each part belongs to one rank, so the sums are bitwise exact."""
         if not self._agreement.size:
             return
-        if self._is_one_each:  # half the bytes of a sum
+        if self._is_one_each:  # half the bytes of an all-reduce
             self._row.copy_(self._mine[dist.get_rank(self._group)])
             dist.all_gather(self._rows, self._row, group=self._group)
         else:
@@ -304,14 +306,14 @@ class Buffers:
                 own = module._buffers.get(name)
                 if own is None or value is None or _form(own) != _form(value):
                     module._buffers[name] = value
-                else:  # others may hold it, too
+                else:  # in place, since there may be other references to it
                     own.data.copy_(value)
         self._first.clear()
         if self._agreement.size:
             self._agreement.settle(self._all, self._broadcast)
 
     def _broadcast(self, mine: Sequence[Tensor | None], part: int) -> list[Tensor | None]:
-        """The tensors of the rank that has `part`. They cross in place where their shapes agree."""
+        """Broadcast the tensors of the rank that computes `part`, in place where the forms agree."""
         if not self._several:
             return list(mine)
         rank, device, group = self._owners[part], self._device, self._group
@@ -331,12 +333,12 @@ class Buffers:
 
 
 def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, str]:
-    """What two tensors have in common of which one may be copied into the other."""
+    """The properties that must agree for one tensor to be copied into another."""
     return tensor.shape, tensor.dtype, tensor.device.type
 
 
 def _is_affine(norm: _BatchNorm) -> bool:
-    """Whether its running statistics can be put together: it has them, and counts its batches."""
+    """Whether the running statistics of `norm` can be merged: it has them, and counts its batches."""
     return all(norm._buffers.get(name) is not None for name in (*_STATISTICS, _COUNT))
 
 
@@ -357,13 +359,13 @@ def _now(module: nn.Module, name: str) -> Tensor | None:
 
 
 def _times(weight: float, values: Tensor) -> Tensor:
-    """The product; zero where the weight is, whatever the values."""
+    """The product; zeros if `weight` is zero, whatever the values."""
     return values * weight if weight else torch.zeros_like(values)
 
 
 def _power(base: float, exponent: int) -> float:
-    """`base ** exponent` by squaring: the same bits on every machine, which a library's `pow` does not
-    promise."""
+    """`base ** exponent` by squaring: bitwise identical on every machine, which a library's `pow` does
+    not guarantee."""
     result = 1.0
     while exponent:
         if exponent & 1:

@@ -1,4 +1,4 @@
-"""Choose: from a plan to the group of ranks that it is for, and to this rank's device."""
+"""Choose: creates the group of ranks for a plan, and selects the device of this rank."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _COMPRESSED = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def group_of(plan: Plan) -> tuple[Group, str]:
-    """The group that `plan` is for, seen from this process, and the device of this rank.
+    """The group for `plan`, as seen from this process, and the device of this rank.
 
-    Raises `InputError` if there are not as many ranks as the plan has.
+    Raises `InputError` if the number of ranks differs from that of the plan.
     """
     task, shares, exchange = plan.task, plan.shares, plan.exchange
     if plan.parallel == "single":
@@ -38,11 +38,11 @@ def group_of(plan: Plan) -> tuple[Group, str]:
             f" start it with `anybatch train --ranks {plan.num_ranks}` or torchrun, or plan anew."
         )
     name = plan.device
-    if name == "cuda":  # the current device, which whoever started the ranks has set
+    if name == "cuda":  # the current device, which was set when the ranks were started
         name = f"cuda:{torch.cuda.current_device()}"
     device = torch.device(name)
-    connect(device)  # before memory counts
-    # What the kernel may refuse memory must not be refused any while it speaks to others.
+    connect(device)  # before memory is measured
+    # Under an enforced memory limit a rank must not run out of memory inside a collective.
     overlaps = name != "cpu" or not (plan.enforced or is_limited())
     sums = Sums(_COMPRESSED[exchange.compress])
     if task.part is not None:

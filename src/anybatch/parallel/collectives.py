@@ -1,7 +1,7 @@
-"""Collectives that torch has in another form: signed objects, and a broadcast of any tensor as bytes.
+"""Variants of torch's collectives: signed objects, and a broadcast of any tensor as bytes.
 
-Objects are pickled, and who reaches a rank's port can write there. Without a secret, as under torchrun,
-everybody can sign."""
+Objects are pickled, and anyone who can reach a rank's port can write to it, so objects are signed.
+Without a secret, as under torchrun, anyone can sign."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The `value` of every rank, by rank. Raises `LaunchError` if one has another secret."""
+    """The `value` of every rank, in rank order. Raises `LaunchError` if a rank has another secret."""
     device, own = _device(group), _packed(value)
     size = torch.tensor([len(own)], device=device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
@@ -37,7 +37,7 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def broadcast_object(value: T, rank: int, group: dist.ProcessGroup | None = None) -> T:
-    """The `value` of `rank`, a number in the group. Raises `LaunchError` if it has another secret."""
+    """The `value` of `rank`, numbered within the group. Raises `LaunchError` if its secret differs."""
     device, own = _device(group), _packed(value)
     size = torch.tensor([len(own)], device=device)
     dist.broadcast(size, group_src=rank, group=group)
@@ -55,18 +55,19 @@ def overwrite(
     device: torch.device | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """`tensor` becomes that of `rank`, where it has the same shape and dtype; all ranks of the group
-    call it. It crosses as bytes in a row: NCCL takes neither every dtype nor every layout.
+    """Overwrite `tensor` with that of `rank`, which has the same shape and dtype. All ranks of the
+    group call it. The values are sent as contiguous bytes, since NCCL supports neither every dtype nor
+    every layout.
 
     Args:
-        tensor: of any strides.
-        rank: whose values are taken, by number in `group`.
-        device: of the tensors that the group carries; None: that of `tensor`.
-        group: None: the default group.
+        tensor: tensor to overwrite, with any strides.
+        rank: rank that provides the values, numbered within `group`.
+        device: device of the tensors that the group communicates; None: that of `tensor`.
+        group: process group; None: the default group.
     """
     own = tensor.detach()
     for dim in reversed(range(own.dim())):
-        if own.stride(dim) == 0 and own.shape[dim]:  # expanded: one value stands for all
+        if own.stride(dim) == 0 and own.shape[dim]:  # expanded: all entries share one value
             own = own.select(dim, 0)
     wire = own.to(device or own.device).contiguous()
     if wire.numel():
@@ -76,7 +77,7 @@ def overwrite(
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Of the tensors that the group carries."""
+    """The device of the tensors that the group communicates."""
     nccl = dist.get_backend(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 

@@ -1,8 +1,8 @@
-"""Fronts for code written in the style of `nn.DataParallel`: several devices, one process, one module.
+"""Wrappers for code in the style of `nn.DataParallel`: several devices, one process, one module.
 
 `nn.DataParallel` gathers all outputs on the first device and computes the loss there, so that device
 needs more memory than any other. Here outputs and losses stay on their devices. Parameters, their
-gradients and two numbers per device cross between devices:
+gradients and two numbers per device are transferred between devices:
 
     model = DataParallelModel(model)              outputs: one per device, each on its own
     criterion = DataParallelCriterion(criterion)  loss: the exact mean over the whole batch
@@ -10,10 +10,10 @@ gradients and two numbers per device cross between devices:
     loss.backward()                               gradients: those of the plain module
 
 Replicas are built as `torch.nn.parallel.replicate` builds them (`Module._replicate_for_data_parallel`).
-That function, `parallel_apply` and `gather` are not called: they refuse the CPU, replace the type of an
-error, and give zeros to parameters that have no gradient in the plain module.
+That function, `parallel_apply` and `gather` are not used: they do not support the CPU, change the type
+of an error, and give zero gradients to parameters that have no gradient in the plain module.
 
-For new code `anybatch.train` does more: it also divides the batch in time.
+For new code, `anybatch.train` offers more: it also divides the batch in time.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ Device = torch.device | str | int
 @final
 class Outputs(list[Any]):
     """The outputs of a `DataParallelModel`: one per device that had samples, in the order of the
-    devices, each on its own.
+    devices, each on its own device.
 
     Attributes:
-        sizes: number of samples of each.
+        sizes: number of samples of each output.
     """
 
     def __init__(self, outputs: Sequence[Any], sizes: Sequence[int]) -> None:
@@ -58,25 +58,26 @@ class Outputs(list[Any]):
 
 
 class _Front(nn.Module, ABC):
-    """A module run on several devices. Its `state_dict` is that of the plain module."""
+    """Base class of modules that run on several devices. Their `state_dict` is that of the plain
+    module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module: nn.Module = module
-        # For a front inside a module that is loaded.
+        # For a wrapper inside a module whose state is loaded.
         self.register_load_state_dict_pre_hook(_insert_prefix)
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the plain module: no `module.` before the names."""
+        """The state dict of the plain module: names have no `module.` prefix."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load the state of the plain module, or that of `nn.DataParallel`, whose names begin with
+        """Load the state dict of the plain module, or that of `nn.DataParallel`, whose names begin with
         `module.`."""
         own = self.module.state_dict().keys()
         bare = {name.removeprefix("module."): value for name, value in state_dict.items()}
@@ -86,7 +87,7 @@ class _Front(nn.Module, ABC):
 
 
 class _OnDevices(_Front, ABC):
-    """A model, its inputs scattered over devices."""
+    """Base class of models whose inputs are scattered over devices."""
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class _OnDevices(_Front, ABC):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int = 0) -> Outputs:
         self._check_home()
-        # A mapping is always a structure; a tuple of tensors might be read as samples.
+        # A mapping is always treated as a structure; a tuple of tensors might be taken for samples.
         batch: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         if dim:
             batch = map_leaves(batch, lambda leaf: _moved(leaf, dim, 0))
@@ -151,32 +152,34 @@ class _OnDevices(_Front, ABC):
 
 @final
 class DataParallelModel(_OnDevices):
-    """`module` on several devices; outputs stay on the device that computed them.
+    """Runs `module` on several devices; outputs stay on the device that computed them.
 
-    `forward` cuts its arguments along dim 0 by exact shares (tensors in any nesting, lists of samples,
-    keyword arguments; a value without samples goes to every device), and returns `Outputs`. A batch may
-    have any size; a device that gets no sample runs nothing.
+    `forward` splits its arguments along dim 0 by exact shares (tensors in any nesting, lists of
+    samples, keyword arguments; a value without samples goes to every device), and returns `Outputs`. A
+    batch can have any size; a device without samples runs nothing.
 
-    In training mode BatchNorm normalises on each device by that device's samples, and running
-    statistics are those of the first device that has some, as with `nn.DataParallel`. On the CPU
-    all replicas draw from one random generator, in no fixed order; CUDA devices have one each.
+    In training mode BatchNorm normalizes on each device with the samples of that device, and the
+    running statistics are those of the first device that has samples, as with `nn.DataParallel`. On the
+    CPU all replicas draw from one random generator, in no fixed order; each CUDA device has its own.
 
     Args:
-        module: on the first device.
-        devices: default all CUDA devices that are visible, or the CPU alone. One may come twice.
-        shares: what each device takes, as ratios; default all the same.
-        device_ids, output_device, dim: for code written for other fronts: `device_ids` is another name
-            of `devices`; the other two accept None and 0 only.
+        module: the module, on the first device.
+        devices: devices to use; by default all visible CUDA devices, or the CPU if there are none. A
+            device can be listed twice.
+        shares: ratios of the numbers of samples that the devices take; by default all equal.
+        device_ids, output_device, dim: for compatibility with code written for other wrappers:
+            `device_ids` is an alias of `devices`; the other two accept only None and 0.
 
     Attributes:
         module: the plain module.
-        devices: as they are used.
+        devices: the devices in use.
 
     Raises:
-        InputError: the devices or the shares cannot be used, or the module is elsewhere.
+        InputError: the devices or the shares are invalid, or the module is on another device.
         DataError: the arguments disagree on the number of samples.
 
-    An error of a replica is raised as it is, with a note that names the device.
+    If several replicas run, an error of one of them is raised unchanged, with a note that names the
+    device.
     """
 
     def __init__(
@@ -202,7 +205,7 @@ class DataParallelModel(_OnDevices):
                 f"there are {len(self._shares)} shares for {len(self.devices)} devices: give one for"
                 " each device."
             )
-        share(1, self._shares, 0)  # raises if a share cannot be
+        share(1, self._shares, 0)  # raises if a share is invalid
 
     def sizes(self, num_samples: int) -> list[int]:
         """How many of `num_samples` samples each device takes."""
@@ -215,20 +218,21 @@ class DataParallelModel(_OnDevices):
 
 @final
 class BalancedDataParallel(_OnDevices):
-    """`nn.DataParallel` whose first device takes fewer samples, since the outputs are gathered on it.
+    """`nn.DataParallel` whose first device takes fewer samples, since outputs are gathered on it.
 
     `forward` returns the gathered output, on one device. If the loss can be computed on each device,
     use `DataParallelModel`, which does not gather.
 
     Args:
-        first_device_share: samples per forward pass for the first device, 0 for none; never more than
-            an even share. The others take even shares of the rest.
-        model: on the first device.
-        dim: of the samples, in inputs and outputs.
-        devices: default all CUDA devices that are visible, or the CPU alone. `device_ids` is the same.
-        output_device: where the output is gathered; default the first device.
+        first_device_share: number of samples per forward pass for the first device, 0 for none; at
+            most an even share. The other devices take even shares of the rest.
+        model: the module, on the first device.
+        dim: dimension of the samples, in inputs and outputs.
+        devices: devices to use; by default all visible CUDA devices, or the CPU if there are none.
+            `device_ids` is an alias.
+        output_device: device on which the output is gathered; by default the first device.
 
-    Raises as `DataParallelModel` does.
+    Raises the same errors as `DataParallelModel`.
     """
 
     def __init__(
@@ -269,29 +273,29 @@ class BalancedDataParallel(_OnDevices):
 
 @final
 class DataParallelCriterion(_Front):
-    """`criterion` computed on each device, as one exact mean over the whole batch.
+    """Computes `criterion` on each device, and combines the results to the exact mean over the batch.
 
-    Called with the outputs of a `DataParallelModel` and the targets of the whole batch, in its order;
-    each device gets its part of these. Returns a scalar on the first output's device, equal to
-    `criterion(outputs of the whole batch, targets)`:
+    It is called with the outputs of a `DataParallelModel` and the targets of the whole batch, in the
+    order of the batch; each device receives its part of the targets. It returns a scalar equal to
+    `criterion(outputs of the whole batch, targets)`, by default on the device of the first output:
 
-    - `nn.CrossEntropyLoss` and `nn.NLLLoss` are weighed by what they count (class weights,
-      `ignore_index`), and so are `F.cross_entropy` and `F.nll_loss`;
-    - with `reduction="sum"` the sums are added up;
-    - `anybatch.Loss` and pairs (sum, weight) give their own weight;
-    - any other scalar is read as the mean over the samples, and weighed by their number.
+    - `nn.CrossEntropyLoss` and `nn.NLLLoss` are weighted by the denominators of their means (class
+      weights, `ignore_index`), and so are `F.cross_entropy` and `F.nll_loss`;
+    - with `reduction="sum"` the sums are added;
+    - `anybatch.Loss` and pairs (sum, weight) provide their own weight;
+    - any other scalar is interpreted as the mean over the samples, and weighted by their number.
 
     Args:
-        criterion: `(output, *targets)` to one of these; a module or a function.
-        device_ids: accepted and not used: targets go to the devices of the outputs.
-        output_device: of the loss; default that of the first output.
-        dim: of the samples in the targets: 0.
+        criterion: maps `(output, *targets)` to one of these; a module or a function.
+        device_ids: accepted but ignored: targets go to the devices of the outputs.
+        output_device: device of the loss; by default that of the first output.
+        dim: dimension of the samples in the targets; must be 0.
 
     Attributes:
         module: the criterion.
 
     Raises:
-        InputError: the outputs do not go with the targets.
+        InputError: the outputs do not match the targets.
         LossError: the criterion returned something else.
     """
 
@@ -317,7 +321,7 @@ class DataParallelCriterion(_Front):
         self._output_device = None if output_device is None else _device(output_device)
 
     def forward(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Tensor:
-        """The loss: a scalar tensor on the device of the first output."""
+        """The loss: a scalar tensor, by default on the device of the first output."""
         if isinstance(outputs, Tensor) or not isinstance(outputs, Sequence) or not outputs:
             raise InputError(
                 f"the criterion is given a value of type {type(outputs).__name__} as outputs: give the"
@@ -342,15 +346,15 @@ class DataParallelCriterion(_Front):
 
 
 def gather(outputs: Sequence[Any], device: Device | None = None) -> Any:
-    """The outputs of all devices as one, on one device, as the plain module returns them for the whole
-    batch. For evaluation; gradients flow back.
+    """Gather the outputs of all devices on one device, as the plain module returns them for the whole
+    batch. Intended for evaluation; differentiable.
 
-    Tensors are joined along dim 0, lists of samples end to end; scalar tensors, of which there is one
-    per device, become a vector; of other values the first is kept where all agree, else their list.
+    Tensors are concatenated along dim 0, and lists of samples end to end; scalar tensors, one per
+    device, become a vector; other values become the first one if all are equal, otherwise a list.
 
     Args:
-        outputs: of a `DataParallelModel`.
-        device: default that of the first output.
+        outputs: outputs of a `DataParallelModel`.
+        device: target device; by default that of the first output.
 
     Raises `InputError` if there are no outputs.
     """
@@ -393,7 +397,7 @@ def _device(name: Device) -> torch.device:
 
 
 def _device_of(output: Any) -> torch.device:
-    """Of the first tensor in `output`; the CPU if there is none."""
+    """The device of the first tensor in `output`; the CPU if there is none."""
     found: list[torch.device] = []
     map_leaves(output, lambda leaf: found.append(leaf.device) if isinstance(leaf, Tensor) else leaf)
     return found[0] if found else torch.device("cpu")
@@ -413,7 +417,7 @@ def _moved(leaf: Any, source: int, target: int) -> Any:
 
 
 def _to(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
-    # A copy to the host that is not waited for could be read too early.
+    # A non-blocking copy to the host could be read before it completes.
     return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
 
 
@@ -421,10 +425,10 @@ def _to(tensor: Tensor, device: torch.device, copy: bool = False) -> Tensor:
 
 
 class _Copies(torch.autograd.Function):
-    """A tensor copied to several devices; its gradients are added up in the order of the devices.
+    """Copies a tensor to several devices; its gradients are added in the order of the devices.
 
-    One tensor at a time, so that a gradient leaves its device as soon as it is final, and a parameter
-    that no replica used keeps None for a gradient, as in the plain module.
+    Each call handles one tensor, so that a gradient leaves its device as soon as it is final, and the
+    gradient of a parameter that no replica used remains None, as in the plain module.
     """
 
     @staticmethod
@@ -442,9 +446,10 @@ class _Copies(torch.autograd.Function):
 def _replicas(
     module: nn.Module, devices: Sequence[torch.device], first_is_home: bool
 ) -> list[nn.Module]:
-    """One module per device, their gradients those of `module`.
+    """One module per device; their gradients flow back to `module`.
 
-    At home that is `module` itself, so what its forward writes (running statistics, counters) stays.
+    On the home device the replica is `module` itself, so that what its forward writes (running
+    statistics, counters) persists.
     """
     away = list(devices[1:] if first_is_home else devices)
     copies: dict[int, Any] = {}
@@ -458,7 +463,7 @@ def _replicas(
 
 
 def _rewired(module: nn.Module, copies: Mapping[int, Tensor]) -> nn.Module:
-    """A module like `module` that shares everything with it but parameters and buffers."""
+    """A shallow copy of `module` that shares everything with it except parameters and buffers."""
     # Modules with further references to their parameters (RNNs) extend torch's method.
     shells: dict[nn.Module, Any] = {m: m._replicate_for_data_parallel() for m in module.modules()}
     for original, shell in shells.items():
@@ -468,7 +473,7 @@ def _rewired(module: nn.Module, copies: Mapping[int, Tensor]) -> nn.Module:
             if param is not None:
                 setattr(shell, name, copies[id(param)])
                 vars(shell).pop(name, None)
-            # Among the parameters, so that `parameters()` works in forward; no leaves.
+            # Registered so that `parameters()` works in forward; these are not leaf tensors.
             shell._parameters[name] = None if param is None else copies[id(param)]
         for name, buffer in original._buffers.items():
             shell._buffers[name] = None if buffer is None else copies[id(buffer)]
@@ -482,7 +487,8 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 def _insert_prefix(
     front: nn.Module, state_dict: dict[str, Any], prefix: str, *_rest: object
 ) -> None:
-    """Renames the entries of the plain module as torch looks for them in a front: with `module.`."""
+    """Rename the entries of the plain module to the names that torch expects in a wrapper: with
+    `module.`."""
     own = {f"{prefix}{name}" for name in front.state_dict()}
     for name in [name for name in state_dict if name in own]:
         inner = name.removeprefix(prefix)
@@ -498,8 +504,9 @@ def _call(function: Callable[..., Any], batch: Mapping[Any, Any], num_args: int)
 
 
 def _in_parallel(works: Sequence[Callable[[], T]], devices: Sequence[torch.device]) -> list[T]:
-    """The results of `works`, each in a thread of its own, on its device, in the modes of the caller's
-    thread. All have ended when this returns; if several failed, the first of them is raised."""
+    """Run `works`, each in a separate thread on its device, with the grad, inference and autocast modes
+    of the caller, and return the results. All have finished when this returns; if several failed, the
+    error of the first in order is raised."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     cache = torch.is_autocast_cache_enabled()
     kinds = {"cpu", *(device.type for device in devices)}
@@ -512,7 +519,7 @@ def _in_parallel(works: Sequence[Callable[[], T]], devices: Sequence[torch.devic
             stack.enter_context(torch.set_grad_enabled(grad))
             for kind, dtype in casts:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
-            stack.enter_context(torch.cuda.stream(streams[i]))  # of None: nothing
+            stack.enter_context(torch.cuda.stream(streams[i]))  # None: no effect
             return works[i]()
 
     if len(works) == 1:
@@ -526,7 +533,7 @@ def _in_parallel(works: Sequence[Callable[[], T]], devices: Sequence[torch.devic
             note = f"raised on {devices[failed]}, number {failed} of {len(works)} devices"
             cast(BaseException, futures[failed].exception()).add_note(note)
         return [one.result() for one in futures]
-    finally:  # or the traceback would hold, through this frame, the tensors of all replicas
+    finally:  # else the traceback would keep the tensors of all replicas alive through this frame
         del futures
 
 
@@ -563,8 +570,8 @@ def _sum_and_weight(
 
 
 def _class_loss(criterion: Any, output: Tensor, target: Tensor) -> Loss:
-    """Sum and weight of a class loss. Not its mean times its weight: where every target is ignored the
-    mean is 0 / 0."""
+    """Sum and weight of a class loss. The sum is not computed as mean times weight: the mean is 0 / 0
+    if every target is ignored."""
     output = widened(output)
     weight = None if criterion.weight is None else criterion.weight.to(output.dtype)
     options = {"weight": weight, "ignore_index": criterion.ignore_index, "reduction": "sum"}
@@ -573,7 +580,7 @@ def _class_loss(criterion: Any, output: Tensor, target: Tensor) -> Loss:
     else:
         smoothing = criterion.label_smoothing
         total = F.cross_entropy(output, target, label_smoothing=smoothing, **options)
-    if target.is_floating_point():  # probabilities: the mean is over all places
+    if target.is_floating_point():  # probabilities: the mean is over all positions
         return Loss(total, target.numel() // target.size(1))
     counted = target != criterion.ignore_index
     if weight is None:
@@ -582,18 +589,18 @@ def _class_loss(criterion: Any, output: Tensor, target: Tensor) -> Loss:
 
 
 def _added(values: Sequence[Tensor | float], device: torch.device) -> Any:
-    """The sum of scalars, in their order; on `device` if one of them is a tensor."""
+    """The sum of scalars, added in order; on `device` if one of them is a tensor."""
     here: list[Any] = [_to(v, device) if isinstance(v, Tensor) else v for v in values]
     return functools.reduce(operator.add, here)
 
 
 def _sizes_of(outputs: Sequence[Any], targets: Mapping[Any, Any]) -> Sequence[int]:
-    """Samples per output, so that they add up to those of the targets."""
+    """The number of samples of each output; their sum is that of the targets."""
     total = batch_size(targets) if targets else None
     known = outputs.sizes if isinstance(outputs, Outputs) else None
     if known is not None and total in (None, sum(known)):
         return known
-    # The user made these of the outputs; or a sample has several rows in outputs and targets.
+    # The user has transformed the outputs, or a sample has several rows in outputs and targets.
     found = [_size_of(output) for output in outputs]
     if None not in found and total in (None, sum(n or 0 for n in found)):
         return [n or 0 for n in found]

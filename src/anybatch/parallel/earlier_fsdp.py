@@ -1,11 +1,12 @@
-"""Earlier FSDP: what a divided model asks of FSDP2 that torch has from 2.13 on, in 2.11 and 2.12.
+"""Earlier FSDP: features of FSDP2 that sharding needs, which torch has since 2.13, for 2.11 and 2.12.
 
-- Zeros for what a pass did not use on this rank. Without them FSDP adds up what has a gradient: sums of
-  other sizes on other ranks, which end the process or give wrong gradients.
-- A fresh start after a pass that was cut off. Without it FSDP goes on in the middle of that pass, and
-  waits for ranks that do not come.
+- Zero gradients for parameters that a pass did not use on this rank. Without them FSDP reduces only the
+  gradients that exist: the sizes then differ between ranks, which terminates the process or gives wrong
+  gradients.
+- A reset after an interrupted pass. Without it FSDP continues in the middle of that pass, and waits for
+  ranks that never arrive.
 
-Both versions are what they are for good, so their own objects can be relied on here, by their names.
+Both versions are final, so it is safe to access their private attributes by name.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _LEFT_BY_A_PASS = (
     "_partial_reduce_output",
     "_all_reduce_state",
 )
-"""What a group of parameters holds until a pass is done with it."""
+"""Attributes that a parameter group holds until a pass has finished with it."""
 
 
 def add_zeros_for_unused(model: nn.Module) -> None:
-    """From now on every pass over `model`, which `fully_shard` has divided, adds up a gradient of each
-    parameter that trains in what was gathered."""
+    """Make every following pass over `model`, which `fully_shard` has sharded, reduce a gradient for
+    each trainable parameter that was gathered: zeros for unused ones."""
     known = getattr(model, "set_reduce_scatter_unused_params", None)
     if known is not None:
         known(True)
@@ -41,14 +42,14 @@ def add_zeros_for_unused(model: nn.Module) -> None:
 
 
 def forget_pass(model: nn.Module) -> None:
-    """Forget the pass over `model` that an error has cut off, with its gradients; the weights are
-    divided again. `model` is the root, and has begun a pass before."""
+    """Discard the pass over `model` that an error has interrupted, with its gradients, and reshard the
+    weights. `model` is the root module, and has begun a pass before."""
     known = getattr(model, "reset_iter_state", None)
     if known is not None:
         known()
         return
     if torch.accelerator.is_available():
-        torch.accelerator.synchronize()  # nothing is on its way into what is dropped now
+        torch.accelerator.synchronize()  # no pending work may use the tensors dropped below
     root: Any = cast(FSDPModule, model)._get_fsdp_state()
     network, steps = root._comm_ctx, root._state_ctx
     network.all_gather_state = None
@@ -72,14 +73,14 @@ def forget_pass(model: nn.Module) -> None:
 
 
 def _groups(state: Any) -> Iterator[Any]:
-    """What FSDP gathers at a time: one group of parameters in 2.11, any number in 2.12."""
+    """The parameter groups that FSDP gathers: at most one per state in 2.11, any number in 2.12."""
     several = getattr(state, "_fsdp_param_groups", None)
     groups = [state._fsdp_param_group] if several is None else several
     return (group for group in groups if group is not None)
 
 
 class _Filling:
-    """Zeros for what has no gradient, and then what FSDP does when backward has passed a group."""
+    """Replaces missing gradients of a parameter group by zeros, then runs FSDP's post-backward hook."""
 
     def __init__(self, group: Any, run: Callable[..., None]) -> None:
         self._group = group
@@ -93,7 +94,7 @@ class _Filling:
 
 
 def _fill(param: Any) -> None:
-    whole = getattr(param, "_unsharded_param", None)  # none before it was gathered once
+    whole = getattr(param, "_unsharded_param", None)  # missing before the first all-gather
     if whole is None or not whole.requires_grad:
         return
     if whole.grad is None and param.unsharded_accumulated_grad is None:

@@ -1,8 +1,8 @@
-"""What a rank tells the others after an attempt that failed, and what all of them make of it.
+"""Failures: what a rank reports to the others after a failed attempt, and how all ranks react to it.
 
-Every rank gets the same list, so every rank comes to the same end: a leaner plan if memory ran out
-somewhere, a step without the samples that turned out bad where these are to be skipped, and an error if
-anything else went wrong, since that would not be mended by either.
+Every rank receives the same reports, so all ranks reach the same decision: a leaner plan if memory ran
+out on a rank, a step without the bad samples if these are to be skipped, and an error if anything else
+went wrong, since neither of the two would fix that.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ T = TypeVar("T")
 
 
 class Outdated(InputError):
-    """What this rank trains is no longer what the ranks have set up for. Nothing of the step was kept
-    anywhere, and no rank has failed in another way: all of them may set up anew."""
+    """This rank no longer trains what the ranks were set up for. No rank has kept anything of the step,
+    and no rank has failed in another way, so all ranks can be set up again."""
 
 
 class PeerOutdated(PeerFailed):
-    """The same, of another rank."""
+    """Another rank is `Outdated`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """One rank's word. Holds text only: it crosses the network.
+    """The report of one rank. Holds plain values only, since it is sent over the network.
 
     Attributes:
         failure: how memory ran out, or None.
-        phase: what was being done.
-        in_use_bytes: on the device, when it failed.
-        fragmented_bytes: of these, held by the allocator in pieces that nobody uses; None: unknown.
-        error: type and first line of an error of any kind, and its notes; empty: none.
-        exit_status: of a command that ends with the error.
-        bad: samples that the error is about, if the step can be done without them.
-        outdated: the error is `Outdated`.
+        phase: what the rank was doing.
+        in_use_bytes: memory in use on the device at the time of the failure.
+        fragmented_bytes: part of it that the allocator holds in unused fragments; None: unknown.
+        error: type and first line of an error of any kind, and its notes; empty: no error.
+        exit_status: exit status of a command that ends with the error.
+        bad: samples that caused the error, if the step can be done without them.
+        outdated: whether the error is `Outdated`.
     """
 
     failure: MemoryFailure | None = None
@@ -59,7 +59,7 @@ class RankReport:
 
     @classmethod
     def of(cls, error: Exception, phase: str = "", meter: Any = None) -> RankReport:
-        """What there is to tell of `error`. `meter`: the engine's, of the memory of this rank."""
+        """The report on `error`. `meter`: the engine's meter of the memory of this rank."""
         status = error.exit_status if isinstance(error, AnybatchError) else 1
         failure = as_memory_failure(error)
         used, pieces = (meter.used_bytes(), meter.fragmented_bytes()) if meter else (0, None)
@@ -75,7 +75,7 @@ class RankReport:
 
     @property
     def can_be_mended(self) -> bool:
-        """Whether a leaner plan or other samples would do."""
+        """Whether a leaner plan or other samples could fix the failure."""
         return self.failure is not None or bool(self.bad)
 
 
@@ -86,8 +86,9 @@ def first_line(error: BaseException) -> str:
 
 
 def first_error(mine: Exception | None, everyone: Sequence[RankReport], step: int | None) -> None:
-    """Raises the error that no plan mends, if a rank has one: on that rank its own, on the others
-    `PeerFailed`. `Outdated` and `PeerOutdated` only where they are raised on all ranks."""
+    """Raise an error that no plan can fix, if a rank has one: the rank's own error on that rank, and
+    `PeerFailed` on the others. `Outdated` and `PeerOutdated` are raised only if no rank failed in
+    another way, and then on all ranks."""
     grave = [rank for rank, told in enumerate(everyone) if told.failed and not told.can_be_mended]
     failed = [rank for rank in grave if not everyone[rank].outdated]
     if mine is not None and not (failed and isinstance(mine, Outdated)):
@@ -103,9 +104,9 @@ def first_error(mine: Exception | None, everyone: Sequence[RankReport], step: in
 
 
 def together(group: Group, work: Callable[[], T]) -> T:
-    """The result of `work()`, if it succeeds on all ranks.
+    """Return the result of `work()` if it succeeds on all ranks.
 
-    Raises its own error on a rank where it does not, and `PeerFailed` on the others.
+    Raises the error of `work` on a rank where it fails, and `PeerFailed` on the others.
     """
     if group.size == 1:
         return work()
@@ -124,7 +125,7 @@ def together(group: Group, work: Callable[[], T]) -> T:
 def memory_events(
     everyone: Sequence[RankReport], step: int, micro_batch: int, plan: Plan, then: str = ""
 ) -> Iterator[OutOfMemory]:
-    """An event for each rank that ran out of memory. `then`: under what it is done again."""
+    """An event for each rank that ran out of memory. `then`: describes the choice for the retry."""
     for rank, told in enumerate(everyone):
         if told.failure is not None:
             yield OutOfMemory(

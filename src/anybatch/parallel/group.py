@@ -1,15 +1,16 @@
-"""Group: how the ranks of a run act as one. One interface, final classes; the engine never asks which.
+"""Group: the interface through which the ranks of a run cooperate. Implementations are final classes,
+which the engine does not distinguish.
 
-Every method that speaks to other ranks is called by every rank in the same order, whatever happened on
-it: a rank that failed says so in the vote instead of staying away, so no rank ever waits for one that
-does not come.
+Every method that communicates with other ranks is called by every rank in the same order, whatever
+happened on it: a rank that failed reports this in the vote instead of staying away, so no rank ever
+waits for one that does not arrive.
 
-    prepare, adopt                    once: the same weights everywhere, gradients taken charge of
-    expect, begin                     in every attempt of a step, as it begins
+    prepare, adopt                    once: the same weights on all ranks, control of the gradients
+    expect, begin                     at the beginning of every attempt at a step
     last_pass, part_staged, staged    in every attempt: this rank's own part
     gather, agree                     in every attempt: the sums and the vote
-    exchange                          when the vote has shown that there is something to tell
-    accepted                          when there is something to learn from what was agreed on
+    exchange                          if the vote has shown that there is something to report
+    accepted                          if the agreed totals lead to an update, before it
     committed                         after the update
 """
 
@@ -31,11 +32,12 @@ from anybatch.parallel.failures import together
 T = TypeVar("T")
 
 NUM_FIXED = 8
-"""Totals of every rank that has any; the metrics of the task follow. The second is the weight."""
+"""Number of totals that precede the metrics of the task, on every rank that has totals. The second of
+them is the weight."""
 
 
 class Wish(IntFlag):
-    """What a rank wants all ranks to do together after a step."""
+    """What a rank requests all ranks to do together after a step."""
 
     NOTHING = 0
     SAVE = 1
@@ -46,13 +48,13 @@ class Wish(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks know after a vote without a failure.
+    """The result of a vote without a failure, known to all ranks.
 
     Attributes:
-        totals: the sums over all ranks, by part where there are several.
-        lengths: how many totals each rank had: a rank without samples knows of no metrics.
-        notes: the number that each rank sent along.
-        wished: what any rank wished.
+        totals: sums over all ranks, by part if there are several parts.
+        lengths: number of totals of each rank: a rank without samples does not know the metrics.
+        notes: the `note` of each rank.
+        wished: all wishes of any rank.
     """
 
     totals: list[float]
@@ -62,16 +64,19 @@ class Agreed:
 
 
 class Group(ABC):
-    """All ranks of a run, seen from one of them.
+    """All ranks of a run, as seen from one of them.
 
     Attributes:
-        rank: number of this one, from 0.
-        shares: parts of the global batch that the ranks take, by rank; only their ratios count.
-        lockstep: every rank must run equally many passes in a step, since ranks meet inside passes.
-        overlaps: whether gradients may begin to cross while the last backward pass still runs.
-        num_parts: sums of losses and weights that each rank has, see `Reproducible`; else 1.
-        diverges: weights and optimizer states differ between ranks, which take steps by themselves.
-        delays: the gradient that a step applies is that of a step before it.
+        rank: number of this rank, from 0.
+        shares: parts of the global batch that the ranks take, by rank; only their ratios matter.
+        lockstep: whether every rank must run the same number of passes in a step, since ranks
+            communicate inside passes.
+        overlaps: whether gradients may be sent while the last backward pass is still running.
+        num_parts: number of parts with separate sums of losses and weights, see `Reproducible`; 1 in
+            other groups.
+        diverges: whether weights and optimizer states differ between ranks, which take steps
+            independently.
+        delays: whether a step applies the gradient of an earlier step.
     """
 
     rank: int
@@ -88,8 +93,8 @@ class Group(ABC):
         return len(self.shares)
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """The model that `make` builds, before the optimizer is made: with the same parameters and
-        buffers on all ranks.
+        """Build the model with `make`, with the same parameters and buffers on all ranks. Called before
+        the optimizer is created.
 
         Raises the error of `make` on the rank where it fails, and `PeerFailed` on the others.
         """
@@ -98,46 +103,46 @@ class Group(ABC):
         return model
 
     def prepare(self, model: nn.Module) -> None:  # noqa: B027 - nothing is a good default
-        """Before the optimizer is made: the same parameters and buffers on all ranks."""
+        """Make parameters and buffers the same on all ranks. Called before the optimizer is created."""
 
     def adopt(self, replica: Replica) -> None:  # noqa: B027
-        """Take charge of the gradients of `replica`."""
+        """Take control of the gradients of `replica`."""
 
     def expect(self, num_samples: int) -> None:  # noqa: B027
-        """The step that is tried next has so many samples, over all ranks."""
+        """Called before an attempt at a step, which has `num_samples` samples over all ranks."""
 
     def begin(self) -> None:  # noqa: B027
-        """An attempt at a step begins."""
+        """Begin an attempt at a step."""
 
     def last_pass(self, measured: bool = False) -> AbstractContextManager[None]:
-        """Around the last pass of this rank in a step. `measured`: it is the only one, and `sum_norm`
-        is asked for after it."""
+        """Context manager around the last pass of this rank in a step. `measured`: it is the only pass,
+        and `sum_norm` is called after it."""
         return nullcontext()
 
     def between_phases(self, replica: Replica) -> None:  # noqa: B027
-        """Passes without gradient are over, and ranks are going to meet outside of them."""
+        """Called after passes without gradient, before ranks communicate outside of passes."""
 
     def leave(self) -> None:  # noqa: B027
-        """This rank has no part in the attempt any more: whoever waits for it inside a pass wakes."""
+        """Leave the attempt on this rank: the ranks that wait for it inside a pass are woken."""
 
     def part_staged(self, part: int, held: Held) -> None:  # noqa: B027
-        """The passes of `part` of a reproducible step are over. May run out of memory. If another part
-        follows, buffers are put back to what they `held` when the step began."""
+        """Called after the passes of `part` of a reproducible step. May run out of memory. If another
+        part follows, buffers are reset to what they `held` when the step began."""
 
     def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:
-        """Right after a pass, the `last` of this rank in the step or not: the 2-norm of what its own
-        passes have added up so far (scalar tensor on the device); None where that is not there by
-        itself, or is no part of what the step makes of it."""
+        """The 2-norm of the gradients that this rank's passes have summed so far (scalar tensor on the
+        device), called right after a pass. `last`: it was the last pass of this rank in the step. None
+        if the sum of this rank alone is not available, or is not what the step is based on."""
         return replica.sum_norm()
 
     def staged(self, held: Held) -> None:  # noqa: B027
-        """This rank's passes are over. `held` tells what buffers held when the step began. May run out
-        of memory."""
+        """Called after the passes of this rank. `held` returns the buffers at the start of the step.
+        May run out of memory."""
 
     @abstractmethod
     def gather(self, failed: bool) -> None:
-        """Make this rank's gradients the sums over all ranks. `failed`: this rank has none that
-        count, and takes part all the same.
+        """Replace the gradients of this rank by the sums over all ranks. `failed`: this rank has no
+        valid gradients, but participates nevertheless.
 
         Raises `PeerLost` if a rank is gone.
         """
@@ -146,58 +151,59 @@ class Group(ABC):
     def agree(
         self, totals: Tensor | None, note: float = 0.0, wish: Wish = Wish.NOTHING
     ) -> Agreed | None:
-        """The vote: the totals over all ranks; None on every rank if any of them failed.
+        """Hold the vote: returns the totals over all ranks; None on every rank if any of them failed.
 
-        Waits for the device once.
+        Synchronizes with the device once.
 
         Args:
-            totals: float64, shape [num_totals], this rank's sums; None if this rank failed. A rank
-                may have fewer than others: what is missing counts as zero.
-            note: any number, for all ranks to know.
-            wish: what this rank wants all to do after the step.
+            totals: float64, shape [num_totals], the sums of this rank; None if this rank failed. A rank
+                can have fewer totals than others: missing ones count as zero.
+            note: any number, sent to all ranks.
+            wish: what this rank requests all ranks to do after the step.
 
         Raises `PeerLost` if a rank is gone.
         """
 
     @abstractmethod
     def exchange(self, value: T) -> list[T]:
-        """The `value` of every rank, by rank. For small things that pickle, and rare moments.
+        """The `value` of every rank, in rank order. For small picklable values, and for rare use.
 
         Raises `PeerLost` if a rank is gone.
         """
 
     def accepted(self, agreed: Agreed) -> None:  # noqa: B027
-        """All ranks go on to the update, by what they `agreed` on. Raises `PeerLost` if one is gone."""
+        """Called when all ranks proceed to the update, based on what they `agreed` on. Raises
+        `PeerLost` if a rank is gone."""
 
     def undone(self) -> None:  # noqa: B027
-        """The step is put back, though it may have been `accepted`. No rank waits for another."""
+        """Called when the step is undone, possibly after `accepted`. No rank waits for another."""
 
     def committed(self, replica: Replica) -> None:  # noqa: B027
-        """After the update of a step: what else has to be made the same on all ranks."""
+        """Called after the update of a step, to make everything else the same on all ranks."""
 
     def settle(self, replica: Replica) -> float:
-        """Bring to its end what is under way between ranks, before weights are read: for an evaluation,
-        and at the end of training. Gradients that were still crossing become those of `replica`.
+        """Complete pending communication between ranks before weights are read: for an evaluation, and
+        at the end of training. Gradients still in transit become those of `replica`.
 
         Returns their total weight, or 0 if there are none. Raises `PeerLost` if a rank is gone.
         """
         return 0.0
 
     def state(self) -> dict[str, Tensor]:
-        """Between two steps, settled: what the exchange itself remembers, by name; the tensors, not
-        copies. Alike on all ranks."""
+        """The state of the exchange itself, by name: the tensors, not copies. The same on all ranks.
+        Called between two steps, after `settle`."""
         return {}
 
     def restored(self) -> None:  # noqa: B027
-        """Weights and `state` have been filled anew."""
+        """Called after weights and `state` have been loaded."""
 
     def close(self) -> None:  # noqa: B027
-        """The run is over."""
+        """Called at the end of the run."""
 
 
 @final
 class SingleDevice(Group):
-    """One rank by itself: what it knows is what all know."""
+    """The group of a single rank, which does not communicate."""
 
     rank: int = 0
     shares: Sequence[float] = (1.0,)
@@ -208,7 +214,7 @@ class SingleDevice(Group):
     def agree(
         self, totals: Tensor | None, note: float = 0.0, wish: Wish = Wish.NOTHING
     ) -> Agreed | None:
-        """This rank's own totals. Waits for the device once."""
+        """This rank's own totals. Synchronizes with the device once."""
         if totals is None:
             return None
         return Agreed(totals.tolist(), (len(totals),), (note,), wish)

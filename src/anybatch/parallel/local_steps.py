@@ -5,19 +5,20 @@
     rank 2   step step step step |         | step step step step |         |
 
 Within a round each rank takes steps on the mean gradient of its own share, with its own optimizer, and
-speaks to nobody: the network is crossed once in k steps, a rank that runs out of memory redoes its
+does not communicate: the network is used once in k steps, a rank that runs out of memory redoes its
 step alone, and no rank waits for a slower one. At the end of a round the ranks' movements
 
     D_r = weights at the start of the round - weights of rank r now
 
-are averaged, each by the weight of what it was learned from, and the mean D moves the common weights:
+are averaged, weighted by the total loss weight of each rank in the round, and the mean D updates the
+common weights:
 
     averaging (Stich 2019, "Local SGD converges fast and communicates little")     w := w - D
     outer optimizer (Douillard et al. 2023, "DiLoCo", algorithm 1)                  w := w - Nesterov(D)
 
-The outer momentum is computed by every rank from the same sums, so it is the same to the bit
-everywhere. The inner optimizers' states stay with their ranks. This is not the mathematics of the
-synchronous step: the result depends on the number of ranks and on k.
+Every rank computes the outer momentum from the same sums, so it is bitwise identical on all ranks. The
+states of the inner optimizers stay on their ranks. This is not equivalent to synchronous training: the
+result depends on the number of ranks and on k.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ T = TypeVar("T")
 
 @final
 class LocalSteps(DistributedGroup):
-    """The ranks of torch.distributed's default group, each with its own weights for a while.
+    """The ranks of torch.distributed's default group, each with its own weights during a round.
 
-    Within a step (from `begin` to `committed`) the other ranks are not asked: `agree` returns this
-    rank's own totals, so the gradient is the mean of its own share and the loss that is reported is
-    that share's. Outside (evaluation, the start of a run) ranks speak as always.
+    Within a step (from `begin` to `committed`) ranks do not communicate: `agree` returns this rank's
+    own totals, so the gradient is the mean of its own share and the reported loss is that of its share.
+    Outside of steps (evaluation, the start of a run) ranks communicate as usual.
 
     Args:
-        shares: by rank, none zero.
-        device: of this rank.
-        every: steps per round.
-        outer: the outer optimizer; None: plain averages.
-        sums: how movements are added up.
+        shares: parts of the global batch by rank; none is zero.
+        device: device of this rank.
+        every: number of steps per round.
+        outer: the outer optimizer; None: plain averaging.
+        sums: reduction of the movements over the ranks.
     """
 
     diverges: bool = True
@@ -71,9 +72,9 @@ class LocalSteps(DistributedGroup):
         self._sums = sums
         self._within_step = False
         self._wish = Wish.NOTHING  # of this rank, in this round
-        self._wished = Wish.NOTHING  # of all, in the round before
+        self._wished = Wish.NOTHING  # of all ranks, in the previous round
         self._num_steps = 0
-        self._weight = 0.0  # of what was learned from in this round
+        self._weight = 0.0  # total loss weight of this rank in this round
         self._weight_of_step = 0.0
         self._last = [0.0, 1.0, *[0.0] * (NUM_FIXED - 2)]
         self._buckets: Buckets | None = None
@@ -82,7 +83,7 @@ class LocalSteps(DistributedGroup):
         self._momenta: list[Tensor] = []
 
     def adopt(self, replica: Replica) -> None:
-        # Between two steps nobody needs the gradients' storage: the movements cross in it.
+        # The storage of gradients is unused between two steps, so movements are exchanged in it.
         self._buckets = replica.flatten()
         self._parameters = [param for param in replica.parameters if param.requires_grad]
         self._start = [param.detach().clone() for param in self._parameters]
@@ -94,7 +95,7 @@ class LocalSteps(DistributedGroup):
         self._within_step = True
 
     def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:
-        """See `Group`: there is no gradient of the global batch."""
+        """See `Group`. None, since there is no gradient of the global batch."""
         return None
 
     def gather(self, failed: bool) -> None:
@@ -103,8 +104,8 @@ class LocalSteps(DistributedGroup):
     def agree(
         self, totals: Tensor | None, note: float = 0.0, wish: Wish = Wish.NOTHING
     ) -> Agreed | None:
-        """Within a step this rank's own totals, and what was wished in the round before; else the vote
-        of all."""
+        """Within a step, this rank's own totals and the wishes of the previous round; otherwise the
+        vote of all ranks."""
         if not self._within_step:
             return self._vote.hold(totals, note, wish=wish)[0]
         if totals is None:
@@ -113,8 +114,8 @@ class LocalSteps(DistributedGroup):
         self._weight_of_step = values[1]
         buckets = self._buckets
         if values[1] == 0:
-            # No samples for this rank in a short last step, or none that count: no update, and what
-            # is reported stays as it was.
+            # This rank has no samples in a short last step, or none that count: there is no update, and
+            # the previous values are reported again.
             values = self._last[: len(values)]
             if buckets is not None:
                 buckets.drop_unused([False] * len(buckets.used))
@@ -126,14 +127,14 @@ class LocalSteps(DistributedGroup):
         return Agreed(values, (len(values),), (), self._wished)
 
     def exchange(self, value: T) -> list[T]:
-        """The value of every rank; within a step only this rank's own, and empty ones (what its type
-        gives without arguments) in the places of those who were not asked."""
+        """The value of every rank. Within a step only this rank's own, with empty values (its type
+        called without arguments) in the places of the other ranks."""
         if not self._within_step:
             return exchange(value)
         return [value if rank == self.rank else type(value)() for rank in range(self.size)]
 
     def committed(self, replica: Replica) -> None:
-        """See `Group`: every so many steps the round ends."""
+        """See `Group`. Ends the round after `every` steps."""
         self._within_step = False
         self._wished = Wish.NOTHING
         self._num_steps += 1
@@ -143,7 +144,7 @@ class LocalSteps(DistributedGroup):
 
     def settle(self, replica: Replica) -> float:
         """End the round now, so that all ranks have the same weights: before an evaluation and at the
-        end of training. No gradient is left over: 0."""
+        end of training. Returns 0, since no gradient is left over."""
         self._within_step = False
         if self._num_steps:
             self._end_round(replica)
@@ -155,7 +156,7 @@ class LocalSteps(DistributedGroup):
 
     @torch.no_grad()
     def restored(self) -> None:
-        """The next round starts from the weights that are there now."""
+        """Start the next round from the current weights."""
         torch._foreach_copy_(self._start, list(self._parameters))
 
     @torch.no_grad()
@@ -189,7 +190,8 @@ class LocalSteps(DistributedGroup):
 
 
 def _average_buffers(model: nn.Module, part: float, device: torch.device) -> None:
-    """Floating buffers become their weighted means, whole numbers (counts) the largest of any rank."""
+    """Replace floating-point buffers by their weighted means over the ranks, and integer buffers
+    (counts) by the maximum."""
     buffers = list(model.buffers())
     floating = [b for b in buffers if b.is_floating_point()]
     counts = [b for b in buffers if not b.is_floating_point() and not b.is_complex()]

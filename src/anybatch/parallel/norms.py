@@ -1,19 +1,19 @@
-"""NormExchange: the way between ranks for synchronised norms, which no failure can block.
+"""NormExchange: communication between ranks for synchronized norms, which no failure can block.
 
-A rank may run out of memory between any two norms, may have no rows in a pass, or may have fewer passes
-than others, and none of this is known beforehand, least of all in the first step. So nobody counts
-what is left. Every exchange begins with a small header from each rank, on the CPU, and a rank that has
-nothing to say says so, again and again, until all ranks have come to their end:
+A rank can run out of memory between any two norms, have no rows in a pass, or have fewer passes than
+others, and none of this is known beforehand, least of all in the first step. Ranks therefore do not
+count the exchanges that are left. Every exchange begins with a small header from each rank, on the CPU,
+and a rank that has nothing to send keeps sending headers until all ranks have finished:
 
     rank 0    pass 0  norm 1 | pass 0  norm 2 | pass 1  norm 1 | pass 1  norm 2 | end
     rank 1    pass 0  norm 1 | pass 0  norm 2 | pass 2         | pass 2         | end     no rows in 1
     rank 2    pass 0  norm 1 | failed         | failed         | failed         | failed
 
-Each column is one exchange. The least pass that anybody is in is the one that it belongs to; ranks that
-are ahead wait by sending headers. If all is well, values follow: those who are in the pass send theirs,
-the others zeros. If a rank has failed, or two are at different norms, everybody sees it in the same
-header and nothing follows: the pass is abandoned on all ranks, and they meet at the vote. `finish` is
-over when every rank is in it.
+Each column is one exchange. It belongs to the lowest pass that any rank is in; ranks that are ahead
+wait by sending headers. If no rank has failed, values follow: ranks in that pass send theirs, the
+others send zeros. If a rank has failed, or two ranks are at different norms, all ranks see it in the
+same headers and no values follow: the pass is abandoned on all ranks, and they meet at the vote.
+`finish` returns once every rank has called it.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ _END = 1 << 62  # the pass after the last
 
 
 class PassAbandoned(Exception):
-    """Another rank failed in this step, so what this one computes is of no use. Not an error of its
-    own: the rank goes on to the vote."""
+    """Another rank failed in this step, so the results of this rank are useless. It is not an error of
+    this rank, which proceeds to the vote."""
 
 
 class _Header(NamedTuple):
-    """What each rank says first."""
+    """The header that each rank sends first in an exchange."""
 
     number: int  # the pass it is in, or wants to begin
     place: int = -1  # the norm and direction
     num_values: int = 0  # per channel
-    width: int = 0  # numbers that it will send
-    left: int = -1  # the last pass in which it met others
-    failed: int = 0  # it has no part in this step any more
+    width: int = 0  # count of numbers that it will send
+    left: int = -1  # the last pass in which it exchanged values
+    failed: int = 0  # it no longer takes part in this step
 
 
 @final
 class NormExchange:
-    """See the module; an `anybatch.compute.synchronised_norm.Exchange` over torch.distributed.
+    """An `anybatch.compute.synchronised_norm.Exchange` over torch.distributed; see the module.
 
     `begin` and `finish` surround the passes of an attempt on every rank, whatever happens between them;
-    no other collective of the process group may be started there.
+    no other collective of the process group may be started in between.
 
     Args:
-        device: where the norms are.
-        headers: a group that carries CPU tensors; None: the default one. On CUDA the values go over
+        device: device of the norms.
+        headers: process group for CPU tensors; None: the default one. On CUDA the values are sent over
             `values`, so that the host never waits for the device.
-        values: a group that carries tensors of `device`.
+        values: process group for tensors on `device`; None: the default one.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class NormExchange:
         self._left = -1
 
     def begin(self) -> None:
-        """An attempt begins."""
+        """Begin an attempt."""
         self._pass = self._left = -1
 
     def begin_pass(self) -> None:
@@ -90,7 +90,7 @@ class NormExchange:
         """
         header = _Header(self._pass, place, count, len(mine), self._left)
         theirs = mine.new_empty(self._size, len(mine))
-        # What gloo takes for itself, taken and released: between header and values nothing may fail.
+        # Allocate and free what gloo will need: nothing may fail between header and values.
         mine.new_empty(4, *theirs.shape)
         while True:
             headers = self._announce(header)
@@ -106,7 +106,8 @@ class NormExchange:
             self._watch(headers)
 
     def finish(self, failed: bool) -> None:
-        """The passes of this rank are over, or it has failed. Returns when all ranks are here."""
+        """Called when the passes of this rank are over or have failed. Returns once all ranks have
+        called it."""
         header = _Header(_END, left=self._left, failed=failed)
         while True:
             headers = self._announce(header)
@@ -121,7 +122,7 @@ class NormExchange:
         return [_Header(*numbers) for numbers in theirs.tolist()]
 
     def _watch(self, headers: Sequence[_Header]) -> None:
-        """Take part in what others exchange, with zeros."""
+        """Participate with zeros in an exchange between other ranks."""
         width = max(one.width for one in _present(headers))
         zeros = torch.zeros(width, dtype=torch.float64, device=self._device)
         theirs = zeros.new_empty(self._size, width)
@@ -129,13 +130,13 @@ class NormExchange:
 
 
 def _present(headers: Sequence[_Header]) -> list[_Header]:
-    """The ranks that are in the pass at hand."""
+    """The headers of the ranks that are in the current pass, the lowest of all ranks."""
     number = min(one.number for one in headers)
     return [one for one in headers if one.number == number]
 
 
 def _parted(headers: Sequence[_Header]) -> str | None:
-    """The sentence for ranks that went different ways through the model, or None."""
+    """The error message if ranks took different paths through the model, or None."""
     here = _present(headers)
     number = here[0].number
     if number == _END:

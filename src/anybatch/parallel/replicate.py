@@ -1,16 +1,16 @@
-"""Replicate: a whole model on every rank, gradients added up once per global step.
+"""Replicate: the whole model on every rank, gradients reduced once per global step.
 
-DistributedDataParallel reduces inside autograd's own hooks, so a rank that fails in the middle of a
-backward pass leaves the others waiting, and it finds unused parameters by walking the graph. Here
-every rank reduces a fixed list of buckets in a fixed order in every step, whatever happens:
+DistributedDataParallel reduces inside autograd hooks, so a rank that fails in the middle of a backward
+pass leaves the others waiting, and it finds unused parameters by traversing the graph. Here every rank
+reduces a fixed list of buckets in a fixed order in every step, whatever happens:
 
     1. all passes but the last only add to the gradients
-    2. in the last one, each bucket is sent off as it becomes complete          (overlap)
-    3. when it is over, or has failed at any point, those not yet sent are sent
-    4. one small sum carries the vote: failures, losses, weights
+    2. in the last one, each bucket is sent as soon as it is complete           (overlap)
+    3. when it is over, or has failed at any point, the remaining buckets are sent
+    4. one small all-reduce carries the vote: failures, losses, weights
 
-So the network is crossed once per step however many micro-batches there are, a rank may have fewer of
-them than others or none, and after a failure all ranks are at the same place and redo the step.
+So gradients are exchanged once per step for any number of micro-batches, a rank can have fewer of them
+than others or none, and after a failure all ranks are at the same point and redo the step.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Replicate(DistributedGroup):
     """The ranks of torch.distributed's default group, each with the whole model.
 
     Args:
-        shares: by rank.
-        device: of this rank.
-        overlaps: see `Group`. Without it all buckets are sent after the last pass.
-        synchronised: ghost batches of BatchNorm are divided over the ranks, which meet inside every
-            pass; then buckets have to wait until the passes are over.
-        sums: how buckets are added up; None: exactly.
+        shares: parts of the global batch by rank.
+        device: device of this rank.
+        overlaps: see `Group`. If False, all buckets are sent after the last pass.
+        synchronised: ghost batches of BatchNorm are divided over the ranks, which communicate inside
+            every pass; buckets are then sent only after the passes.
+        sums: reduction of the buckets over the ranks; None: exact sums.
     """
 
     def __init__(
@@ -78,13 +78,14 @@ class Replicate(DistributedGroup):
         return self._buckets.giving(lambda number: self._sums.start(flats[number]), measured)
 
     def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:
-        """See `Group`: of an only pass, in which buckets were sent, from before they were. None where
-        norms are synchronised: then what a rank adds up depends on the samples of the others."""
+        """See `Group`. With overlap, the norm of an only pass is taken before its buckets are sent, and
+        that of the last of several passes is None. None also if norms are synchronized, since the sums
+        of a rank then depend on the samples of the others."""
         crossing = last and self.overlaps and not (self._buckets and self._buckets.own_norms)
         return None if crossing or self._norms is not None else replica.sum_norm()
 
     def gather(self, failed: bool) -> None:
-        """See `Group`. What is sent here arrives in `agree`, together with the vote."""
+        """See `Group`. The sums that are started here complete in `agree`, together with the vote."""
         if self._buckets is None or self._buffers is None:
             return
         with calling("while gradients were added up"):

@@ -1,17 +1,18 @@
-"""Reproducible: a whole model on every rank, gradients added up in an order that no rank can change.
+"""Reproducible: the whole model on every rank, gradients added in an order independent of the ranks.
 
-A step is cut into parts, each into grains (forward passes of one size), by the task alone. A rank takes
-whole parts. Inside a part gradients are added up grain after grain, over the parts in a binary tree
-(`data.tree`): on each rank the nodes that it has whole, then over the ranks the rest. So one rank does
-the same sums as four, and the result is the same to the bit.
+The task alone determines how a step is cut into parts, and a part into grains (forward passes of one
+size). A rank takes whole parts. Gradients are added grain by grain within a part, and in a binary tree
+over the parts (`data.tree`): first, on each rank, the nodes that lie entirely on it, then the remaining
+ones across ranks. So one rank computes the same sums as four, and the result is bitwise identical.
 
     parts       0   1   2   3 | 4   5   6   7         2 ranks
     on a rank   ((0+1)+(2+3)) | ((4+5)+(6+7))
     over ranks         ( ... ) + ( ... )
 
-Over the ranks each rank adds up its piece of every bucket, and gives it to the others: as many bytes as
-an all-reduce, in an order of our own. Losses and weights cross part by part, and who reads them adds
-them up exactly; buffers see each part from where the step began (`buffers.Buffers`).
+Across ranks, each rank sums its piece of every bucket and sends the result to the others: the same
+number of bytes as an all-reduce, but in a controlled order. Losses and weights are exchanged by part,
+and their reader adds them exactly; each part starts from the buffers at the start of the step
+(`buffers.Buffers`).
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from anybatch.plans import num_units
 
 T = TypeVar("T")
 
-# torch 2.13 has the second under another name, and warns of the old one.
+# torch 2.13 renamed the second one and warns about the old name.
 _all_to_all: Any = dist.all_to_all_single
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @final
 class Reproducible(Group):
-    """One rank, or those of torch.distributed's default group, each with the whole model.
+    """One rank, or the ranks of torch.distributed's default group, each with the whole model.
 
     Args:
-        shares: by rank; each takes whole parts.
-        device: of this rank.
-        global_batch: of a full step.
-        part: samples of a part.
+        shares: parts of the global batch by rank; each rank takes whole parts.
+        device: device of this rank.
+        global_batch: number of samples of a full step.
+        part: number of samples of a part.
     """
 
     def __init__(
@@ -66,18 +67,18 @@ class Reproducible(Group):
         self._free: list[Sequence[Tensor]] = []  # for sums, as large as the buckets
         self._used: list[bool] = []
         self._ranges: list[range] = []  # of parts, by rank
-        self._there = 0  # parts of this step
+        self._there = 0  # number of parts of this step
         self._wire: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
     def prepare(self, model: nn.Module) -> None:
-        """See `Group`: those of rank 0."""
+        """See `Group`. All ranks get the parameters and buffers of rank 0."""
         if self._vote is not None:
             same_weights(model)
 
     def adopt(self, replica: Replica) -> None:
-        """See `Group`. Takes the memory that sums need at the most."""
+        """See `Group`. Allocates the maximum memory that the sums need."""
         buckets = self._buckets = replica.flatten()
-        self._used = [False] * len(buckets.used)  # ranks may agree before the first step
+        self._used = [False] * len(buckets.used)  # `agree` may be called before the first step
         waiting = Waiting.of(self.num_parts, self.shares)
         kept = range(waiting.kept[self.rank])
         self._free = [[torch.empty_like(flat) for flat in buckets.flats] for _ in kept]
@@ -135,7 +136,7 @@ class Reproducible(Group):
             slots = max(len(nodes) for nodes in layout)
             for number, flat in enumerate(self._buckets.flats):
                 # A rank that failed has too few sums, or more that are not joined yet, and sends what
-                # there is: nothing will count.
+                # it has: the result will be discarded.
                 num_nodes = len(layout[self.rank])
                 mine = [value[number] for _, value in self._sums[:num_nodes]]
                 mine += [flat] * (num_nodes - len(mine))
@@ -167,7 +168,7 @@ class Reproducible(Group):
         return exchange(value) if self._vote is not None else [value]
 
     def committed(self, replica: Replica) -> None:
-        """See `Group`: the buffers."""
+        """See `Group`. Merges the buffers."""
         if self._buffers is not None:
             with calling("while buffers were put together"):
                 self._buffers.settle()
@@ -181,7 +182,7 @@ class Reproducible(Group):
         return left
 
     def _keep_last(self) -> None:
-        """Make room in the buckets for the next part."""
+        """Move the last sum out of the buckets to make room for the next part."""
         node, value = self._sums[-1]
         if self._is_in_buckets(value):
             kept = self._free.pop() if self._free else [torch.empty_like(flat) for flat in value]
@@ -189,7 +190,7 @@ class Reproducible(Group):
             self._sums[-1] = node, kept
 
     def _fill(self, value: Sequence[Tensor]) -> None:
-        """`value` is what the buckets are to hold."""
+        """Copy `value` to the buckets, unless it is in them already."""
         assert self._buckets is not None
         if not self._is_in_buckets(value):
             torch._foreach_copy_(self._buckets.flats, list(value))
@@ -206,7 +207,7 @@ class Reproducible(Group):
         layout: Sequence[Sequence[Node]],
         slots: int,
     ) -> None:
-        """Make `target`, a piece of a bucket, the sum over all ranks, of which this one has `mine`."""
+        """Set `target`, a piece of a bucket, to the sum over all ranks; `mine` are this rank's sums."""
         chunk = -(-len(target) // self.size)
         sent, received = (
             wire[: self.size * slots * chunk].view(self.size, slots, chunk)
@@ -226,7 +227,7 @@ class Reproducible(Group):
 
 
 def _spread(value: Tensor, rows: Tensor) -> None:
-    """Write `value` over `rows`, one after the other; the end of the last one stays as it is."""
+    """Write `value` to consecutive `rows`; the elements after its end are left unchanged."""
     num, length = divmod(len(value), rows.shape[1])
     rows[:num].copy_(value[: num * rows.shape[1]].view(num, -1))
     if length:
@@ -234,5 +235,5 @@ def _spread(value: Tensor, rows: Tensor) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory, as what every backend carries."""
+    """The same memory as bytes, which every backend supports."""
     return tensor.view(-1).view(torch.uint8)

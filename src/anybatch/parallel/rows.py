@@ -1,12 +1,13 @@
-"""Rows: tensors with one row for each sample, of all ranks, on every rank.
+"""Rows: gathers tensors with one row per sample from all ranks, on every rank.
 
-What a loss compares over the whole global batch is exchanged in the middle of a step, where a rank may
-have failed, or fail for want of room for what the others have. So every rank says first what it has,
-and then whether it has room for all; if one says no, nothing follows, and all go on to the vote:
+A loss that compares samples of the whole global batch needs an exchange in the middle of a step, when a
+rank may have failed, or may lack the memory for the rows of the others. So every rank first announces
+its rows, and then whether it has memory for all rows; if one rank has failed or has no memory, no rows
+are sent, and all ranks proceed to the vote:
 
     rank 0    (12 rows, float32 [128])    room    rows
     rank 1    (no rows)                   room    rows
-    rank 2    failed                                        everybody: `PassAbandoned`
+    rank 2    failed                                        all ranks: `PassAbandoned`
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ _WHEN = "while encodings of samples were put together"
 
 
 _Has = tuple[int, Kinds]
-"""How many rows a rank has, and of what kinds; it knows no kinds without samples."""
+"""The number of rows of a rank, and their kinds; a rank without samples does not know the kinds."""
 
 
 def all_rows(
     group: Group, mine: Sequence[Tensor] | None, device: torch.device
 ) -> tuple[Sequence[Tensor], int]:
-    """The tensors with the rows of all ranks in their order, and at which row those of this one begin.
+    """The tensors with the rows of all ranks, in rank order, and the index of this rank's first row.
     All ranks call it, once in an attempt at a step.
 
     Args:
         group: the ranks.
-        mine: tensors with equally many rows in dim 0; none of them, of a rank without samples; None, of
-            one that failed.
-        device: of this rank.
+        mine: tensors with the same number of rows in dim 0; empty on a rank without samples; None on a
+            rank that failed.
+        device: device of this rank.
 
     Raises:
         PassAbandoned: another rank failed.
         InputError: ranks have rows of different shapes.
         PeerLost: a rank is gone.
-        MemoryError: there is no room here (on CUDA `torch.OutOfMemoryError`).
+        MemoryError: this rank has not enough memory (on CUDA `torch.OutOfMemoryError`).
     """
     if group.size == 1:
         return mine or (), 0
@@ -77,7 +78,8 @@ def all_rows(
 
 
 def _common(everyone: Sequence[_Has]) -> Kinds:
-    """The kinds of rows that all ranks have which have any. Raises `InputError` on all ranks alike."""
+    """The kinds of rows of all ranks that have samples. Raises `InputError` on all ranks if they differ
+    between ranks."""
     known = [(rank, kinds) for rank, (_, kinds) in enumerate(everyone) if kinds]
     (first, kinds), *others = known
     for rank, other in others:
@@ -93,7 +95,7 @@ def _common(everyone: Sequence[_Has]) -> Kinds:
 def _fill(
     group: Group, mine: Sequence[Tensor], whole: Sequence[Tensor], starts: Sequence[int]
 ) -> None:
-    """Bring the rows of every rank to their places in `whole`."""
+    """Broadcast the rows of every rank into their places in `whole`."""
     for i, tensor in enumerate(whole):
         for rank in range(group.size):
             part = tensor[starts[rank] : starts[rank + 1]]

@@ -1,24 +1,27 @@
-"""Shard: parameters, gradients and optimizer state divided over the ranks, on torch's FSDP2.
+"""Shard: parameters, gradients and optimizer state sharded over the ranks, based on torch's FSDP2.
 
-Each rank keeps a part of every parameter. The weights of a block are gathered right before the block
-runs and dropped after it; its gradient is added up over the ranks as soon as backward has passed the
-block, each rank keeping its own part. So a rank holds whole weights of a block or two at a time.
+Each rank keeps a shard of every parameter. The weights of a block are gathered right before the block
+runs and freed after it; its gradient is reduced over the ranks as soon as backward has passed the
+block, and each rank keeps its own shard. So a rank holds the full weights of only one or two blocks at
+a time.
 
     rank 0   gather 1 | run 1 | gather 2 | run 2 | ...     backward: | run 2 | add up 2 | run 1 | ...
     rank 1   gather 1 | run 1 | gather 2 | run 2 | ...               | run 2 | add up 2 | run 1 | ...
 
-What is different from `Replicate`, and what is done about it here:
+Differences from `Replicate`, and how they are handled here:
 
-- Ranks meet inside passes, so all must run equally many (`lockstep`). A rank with fewer micro-batches
-  repeats one of its own with a backward seed of zero: what is finite times zero adds nothing.
+- Ranks communicate inside passes, so all must run the same number of passes (`lockstep`). A rank with
+  fewer micro-batches repeats one of its own with a backward seed of zero: finite values times zero add
+  nothing.
 - A rank that fails inside a pass leaves the others waiting in it: see `abortable_group.py`.
-- Ranks must add up the same gradients, though a parameter may be used on some of them only: zeros stand
-  for the missing ones, and the vote tells which parameters no rank has used at all.
-- Every micro-batch is added up at once. Adding up once per step would save communication, and would
-  keep whole gradients on every rank: what sharding is to avoid. It can be had (`reduce="last pass"`).
+- Ranks must reduce the same gradients, although a parameter may be used on some of them only: missing
+  gradients are replaced by zeros, and the vote determines which parameters no rank has used.
+- Gradients are reduced after every micro-batch. Reducing once per step would save communication, but
+  would keep full gradients on every rank, which sharding is meant to avoid. It is available as
+  `reduce="last pass"`.
 
-Groups of ranks, those of a machine, say, may divide a model each, and replicate each other: the parts
-of the gradients are added up across groups once per step, after the last pass, whatever happened in it.
+Groups of ranks, for example those of a machine, can each shard one model, and replicate each other:
+gradient shards are summed across groups once per step, after the last pass, whatever happened in it.
 """
 
 from __future__ import annotations
@@ -59,21 +62,23 @@ from anybatch.plans import Precision
 
 @final
 class Shard(DistributedGroup):
-    """The ranks of torch.distributed's default group, each with a part of the model.
+    """The ranks of torch.distributed's default group, each with a shard of the model.
 
     Args:
-        shares: by rank.
-        device: of this rank.
-        precision: that of the plan. With half-precision weights what is kept in parts are the float32
-            masters; weights are gathered in half precision, those of norms in float32.
-        blocks: names of the modules that are gathered at a time, as in `plans.Recompute`; by default
-            what `find_blocks` finds.
-        over: ranks that divide one model among them, those of a machine, say; by default all.
-        reduce: when gradients are added up: after every pass, or after the last one.
-        to_host: parts of parameters, gradients and optimizer state stay in host memory (CUDA only).
+        shares: parts of the global batch by rank.
+        device: device of this rank.
+        precision: precision of the plan. If it has float32 master weights, the shards are the master
+            weights; weights are gathered in half precision, those of norms in float32.
+        blocks: names of the modules that are gathered one at a time, as in `plans.Recompute`; by
+            default those that `find_blocks` finds.
+        over: number of ranks that shard one model, for example those of a machine; by default all.
+        reduce: when gradients are reduced: after every pass, or after the last one.
+        to_host: whether the shards of parameters, gradients and optimizer state are kept in host memory
+            (CUDA only).
         deadline: how long a rank waits for another inside a pass.
 
-    Raises `InputError` if ranks and groups do not go together, or an option is not for this device.
+    Raises `InputError` if the ranks cannot be divided into groups of `over`, or an option is not
+    supported.
     """
 
     lockstep: bool = True
@@ -96,7 +101,7 @@ class Shard(DistributedGroup):
         self._parts = over or self.size
         _check_options(self.size, self._parts, device, precision, to_host)
         self._to_host = to_host
-        # Half-precision gradients are added up in float32 only where they are added up at once.
+        # Half-precision gradients are reduced in float32 only if they are reduced after every pass.
         self._at_last = reduce == "last pass" and not FORMATS[precision].masters
         groups = [range(i, i + self._parts) for i in range(0, self.size, self._parts)]
         if len(groups) == 1:
@@ -110,17 +115,17 @@ class Shard(DistributedGroup):
         self._wire = AbortableGroup(groups, deadline, device)
         self._modules: list[FSDPModule] = []
         self._root: nn.Module | None = None
-        self._trained: dict[str, nn.Parameter] = {}  # the parts, by name
-        self._gathered: dict[str, Tensor] = {}  # the whole parameters that autograd knows
+        self._trained: dict[str, nn.Parameter] = {}  # the shards, by name
+        self._gathered: dict[str, Tensor] = {}  # the full parameters that autograd uses
         self._used: set[str] = set()
         self._failed = False
-        self._has_run = False  # a pass has begun: before that FSDP has nothing that could be reset
+        self._has_run = False  # whether a pass has begun; before that FSDP has no state to reset
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """The model that `make` builds, divided, with the values of rank 0.
+        """Build the model with `make`, and shard it, with the values of rank 0.
 
         The ranks of a group build one after the other, so that their machine never holds more than one
-        whole model. The others' values are not used: rank 0 builds last, and sends them.
+        full model. The values of the other ranks are not used: rank 0 builds last, and sends its own.
 
         Raises the error of `make` on the rank where it fails, and `PeerFailed` on the others.
         """
@@ -145,9 +150,9 @@ class Shard(DistributedGroup):
         return model
 
     def prepare(self, model: nn.Module) -> None:
-        """See `Group`. `model` is there on every rank already; where memory is short, `build`.
+        """See `Group`. `model` already exists on every rank; `build` needs less memory.
 
-        Raises `InputError` if it has parameters that cannot be divided.
+        Raises `InputError` if it has parameters that cannot be sharded.
         """
         self._send(model, self._divide(model))
 
@@ -161,8 +166,8 @@ class Shard(DistributedGroup):
             self._add_up(False)
 
     def between_phases(self, replica: Replica) -> None:
-        """See `Group`: what the root gathered is let go of, or the model would show whole parameters
-        that no gradient reaches."""
+        """See `Group`. Frees the weights that the root has gathered; otherwise the model would expose
+        full parameters that receive no gradient."""
         reshard(replica.model)
 
     def leave(self) -> None:
@@ -172,11 +177,11 @@ class Shard(DistributedGroup):
         return self._adding_up() if self._at_last else nullcontext()
 
     def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:
-        """See `Group`: what a rank holds is its part of sums over all of them."""
+        """See `Group`. None, since a rank holds only its shard of the sums over all ranks."""
         return None
 
     def gather(self, failed: bool) -> None:
-        """See `Group`. Within a group gradients were added up in the passes."""
+        """See `Group`. Within a group, gradients have already been reduced in the passes."""
         self._failed = failed
         if failed:
             self._wire.cut()
@@ -198,26 +203,27 @@ class Shard(DistributedGroup):
             broken = self._wire.broken
             with calling("in the vote at the end of a step"):
                 self._start_over()
-            if not failures:  # nobody knows why, so it would happen again
+            if not failures:  # the cause is unknown, so it would happen again
                 raise PeerLost(broken or "another rank gave up waiting in the middle of a pass.")
             return None
         for param, count in zip(self._trained.values(), counts, strict=True):
             if not count:
-                param.grad = None  # zeros, which the optimizer would take for a gradient
+                param.grad = None  # zeros, which the optimizer would treat as a gradient
         return agreed
 
     def settle(self, replica: Replica) -> float:
-        """See `Group`: after a pass without gradient the model would show whole parameters."""
+        """See `Group`. Reshards the model, which would expose full parameters after a pass without
+        gradient."""
         if self._has_run:
             reshard(replica.model)
         return 0.0
 
     def close(self) -> None:
-        """See `Group`. The model stays divided."""
+        """See `Group`. The model stays sharded."""
         self._wire.close()
 
     def _divide(self, model: nn.Module) -> dict[str, Tensor]:
-        """Divide `model`. Returns the whole parameters, which only rank 0 keeps."""
+        """Shard `model`. Returns the full parameters on rank 0, and nothing on the other ranks."""
         check_divisible(model)
         half = FORMATS[self._precision]
         for param in model.parameters():
@@ -232,7 +238,7 @@ class Shard(DistributedGroup):
             policy = MixedPrecisionPolicy(half.weights, torch.float32, cast_forward_inputs=False)
         shard = partial(fully_shard, mesh=self._mesh, offload_policy=offload)
         if half.masters and (norms := _norms(model)):
-            # One group of all norms, small enough to stay gathered.
+            # All norms form one group, which is small enough to stay gathered.
             shard(norms, mp_policy=plain, reshard_after_forward=False)
         for block in self._blocks(model):
             shard(block, mp_policy=policy)
@@ -241,8 +247,8 @@ class Shard(DistributedGroup):
         return whole
 
     def _blocks(self, model: nn.Module) -> list[nn.Module]:
-        """Modules to gather one at a time. One that shares a parameter with the rest of the model is
-        left to the root: the shared one must be gathered with both."""
+        """Modules to gather one at a time. A module that shares a parameter with the rest of the model
+        is left to the root, since the parameter must be gathered for both."""
         named = match_blocks(model, self._patterns or find_blocks(model))
         if not named:  # a plain sequence of layers
             named = dict(model.named_children()) if isinstance(model, nn.Sequential) else {}
@@ -268,7 +274,7 @@ class Shard(DistributedGroup):
             module.set_force_sum_reduction_for_comms(True)
             self._wire.connect(module)
             if self._device.type == "cpu":
-                # Gathering ahead hides no time here, and would take memory for one block more.
+                # Prefetching saves no time here, and would need memory for one more block.
                 module.set_modules_to_backward_prefetch([module])
             assert isinstance(module, nn.Module)
             module.register_forward_pre_hook(runs)
@@ -283,7 +289,7 @@ class Shard(DistributedGroup):
 
     @torch.no_grad()
     def _send(self, model: nn.Module, whole: dict[str, Tensor]) -> None:
-        """The parts of all ranks from the values of rank 0."""
+        """Fill the shards of all ranks with the values of rank 0."""
         with calling("while the weights were sent"):
             for name, param in model.named_parameters():
                 fill(param, whole.pop(name, None))
@@ -291,10 +297,10 @@ class Shard(DistributedGroup):
                 fill(buffer, buffer if self.rank == 0 else None)
 
     def _start_over(self) -> None:
-        """After a failure on any rank: nothing of the pass that was cut off is left."""
+        """Discard the state of the interrupted pass after a failure on any rank."""
         self._wire.lay()
         for param in self._gathered.values():
-            param.grad = None  # FSDP's own reset leaves what an unfinished backward put there
+            param.grad = None  # FSDP's reset keeps the gradients of an unfinished backward pass
         if self._root is not None and self._has_run:
             forget_pass(self._root)
 
@@ -311,7 +317,7 @@ class Shard(DistributedGroup):
             self._add_up(False)
 
     def _buckets(self) -> Iterator[list[nn.Parameter]]:
-        """The parts, in lists of one dtype whose gradients cross the network together."""
+        """The shards, in lists of one dtype whose gradients are sent together."""
         bucket: list[nn.Parameter] = []
         filled = 0
         for param in self._trained.values():
@@ -326,7 +332,8 @@ class Shard(DistributedGroup):
 
     @torch.no_grad()
     def _sum_across(self, params: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-        """A rank that failed has no gradients, and sends zeros: nobody waits for it."""
+        """Sum the gradients of `params` across groups. A rank that failed has no gradients and sends
+        zeros, so no rank waits for it."""
         grads = [
             _local(torch.zeros_like(p) if p.grad is None else p.grad).to(self._device)
             for p in params
@@ -341,8 +348,8 @@ class Shard(DistributedGroup):
 
 @final
 class _Notes:
-    """Before a forward pass of a module: gets to know the whole parameters that it has just gathered,
-    and notes from then on which of them a backward pass has reached."""
+    """Forward pre-hook of a module. Collects the full parameters that the module has just gathered, and
+    from then on records which of them a backward pass has reached."""
 
     def __init__(
         self, module: nn.Module, names: dict[int, str], gathered: dict[str, Tensor], used: set[str]
@@ -372,11 +379,11 @@ class _Notes:
 
 @final
 class _Runs:
-    """Counts the runs of each module with a gradient, and refuses what FSDP cannot add up: a module
-    that runs several times in a pass, and again in backward by the script's own reentrant checkpoint.
-    FSDP takes the nested backward of such a checkpoint for the end of the whole.
+    """Counts the runs of each module with a gradient, and rejects a case that FSDP reduces incorrectly:
+    a module that runs several times in a pass, and again in backward in a reentrant checkpoint of the
+    script. FSDP treats the nested backward of such a checkpoint as the end of the whole backward pass.
 
-    Raises `InputError` when it is called for such a run.
+    Raises `InputError` when called for such a run.
     """
 
     def __init__(self, names: dict[int, str]) -> None:
@@ -384,13 +391,13 @@ class _Runs:
         self._count: dict[int, int] = {}
 
     def begin(self, *_: object) -> None:
-        """A pass begins, unless the root itself is run again in backward."""
+        """Begin a pass, unless the root itself is run again in backward."""
         if torch._C._current_graph_task_id() == -1:
             self._count.clear()
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
-        # Other checkpoints take what is saved in their second run by such hooks.
+        # Non-reentrant checkpoints collect the tensors saved in their second run with such hooks.
         top: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
         others = top(True) is not None
         if not torch.is_grad_enabled() or (in_backward and others):
@@ -405,8 +412,9 @@ class _Runs:
 
 
 def _own_memory(_module: nn.Module, _args: Any, output: Any) -> Any:
-    """What a module returns, no longer as a view. FSDP gathers weights for backward by a hook on it,
-    which gets lost when a view is worked on in place: an in-place ReLU after a linear layer."""
+    """Forward hook that replaces views in the output by copies. FSDP gathers weights for backward in a
+    hook on the output, which is lost when a view is modified in place, as by an in-place ReLU after a
+    linear layer."""
     return tree_map_only(
         Tensor, lambda t: t.clone() if t.requires_grad and t._is_view() else t, output
     )

@@ -1,18 +1,19 @@
-"""Stale: gradients that cross the network while the next step computes, applied one step late.
+"""Stale: gradients are exchanged while the next step computes, and applied one step late.
 
     compute   | step 1 | step 2 | step 3 | step 4 |
     network            |  g 1   |  g 2   |  g 3   |  g 4   |
     update         -       g 1      g 2      g 3      g 4 (at the end)
 
-The time of a step becomes the larger of computing and crossing instead of their sum, which overlap
-inside a step reaches only for the last backward pass. The gradient that updates the weights was
-computed on those of one update before (delay 1; Lian et al. 2015, "Asynchronous parallel stochastic
-gradient for nonconvex optimization"). What is delayed is the gradient alone: the vote of a step is
-still held in that step, so a rank that runs out of memory is heard at once, all redo the step, and the
-gradients under way, which lie in storage of their own, are not touched by it. Nor are they by a step
-that is refused, since its loss is not finite say: those of a step are sent off once it is accepted.
-Where the update fails then, since the gradient under way is not finite say, neither is applied any
-more: that of the step before is spent, and that of this step is computed again when the step is.
+The time of a step becomes the maximum of computation and communication instead of their sum; overlap
+within a step achieves this only for the last backward pass. The gradient that updates the weights was
+computed with the weights from one update earlier (delay 1; Lian et al. 2015, "Asynchronous parallel
+stochastic gradient for nonconvex optimization"). Only the gradient is delayed: the vote of a step is
+still held in that step, so a rank that runs out of memory is noticed immediately, all ranks redo the
+step, and the gradients in transit, which have separate storage, are not affected. They are not affected
+either by a step that is rejected, for example because its loss is not finite: the gradients of a step
+are sent only after it is accepted. If the update fails after that, for example because the gradient in
+transit is not finite, neither gradient is applied: that of the previous step is discarded, and that of
+this step is computed again when the step is repeated.
 """
 
 from __future__ import annotations
@@ -30,28 +31,29 @@ from anybatch.parallel.group import Agreed, Wish
 from anybatch.parallel.sums import Sums
 from anybatch.parallel.vote import DistributedGroup, calling
 
-_PIECE = 1 << 20  # elements exchanged at once between two storages
+_PIECE = 1 << 20  # elements swapped at a time
 
 
 class _UnderWay(NamedTuple):
-    """Gradients that are crossing."""
+    """Gradients in transit."""
 
-    weight: float  # of the global batch that they are sums over
+    weight: float  # of the global batch over which they are summed
     used: Sequence[bool]  # for each parameter, whether any rank used it
 
 
 @final
 class Stale(DistributedGroup):
-    """The ranks of torch.distributed's default group, each with the whole model, one gradient behind.
+    """The ranks of torch.distributed's default group, each with the whole model; gradients are applied
+    one step late.
 
-    The first step, and the first after `settle`, has no gradient to apply and leaves the weights as
-    they are: no parameter has a gradient, so that the optimizer passes over all of them. Takes as
-    much memory again as the gradients.
+    The first step, and the first step after `settle`, has no gradient to apply and leaves the weights
+    unchanged: no parameter has a gradient, so the optimizer skips all of them. Needs additional memory
+    of the size of the gradients.
 
     Args:
-        shares: by rank.
-        device: of this rank.
-        sums: how gradients are added up.
+        shares: parts of the global batch by rank.
+        device: device of this rank.
+        sums: reduction of the gradients over the ranks.
     """
 
     delays: bool = True
@@ -59,12 +61,12 @@ class Stale(DistributedGroup):
     def __init__(self, shares: Sequence[float], device: torch.device, sums: Sums) -> None:
         super().__init__(shares, device)
         self._sums = sums
-        # A parameter, on some rank, in the step that was voted on last.
+        # Whether a parameter was unused on some rank in the step of the last vote.
         self._is_some_unused = False
         self._buckets: Buckets | None = None
         self._crossing: list[Tensor] = []
         self._under_way: _UnderWay | None = None
-        self._is_accepted = False  # a step that is not committed yet
+        self._is_accepted = False  # whether the current step is accepted but not yet committed
 
     def adopt(self, replica: Replica) -> None:
         self._buckets = replica.flatten()
@@ -73,11 +75,11 @@ class Stale(DistributedGroup):
         self._sums.reserve(self._crossing)
 
     def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:
-        """See `Group`: a step applies the gradient of the one before."""
+        """See `Group`. None, since a step applies the gradient of the previous step."""
         return None
 
     def gather(self, failed: bool) -> None:
-        """The gradients of the step before are there when this returns."""
+        """See `Group`. When this returns, the gradients of the previous step have arrived."""
         with calling("while gradients were added up"):
             self._sums.finish()
             if self._buffers is not None:
@@ -92,8 +94,8 @@ class Stale(DistributedGroup):
         return agreed
 
     def accepted(self, agreed: Agreed) -> None:
-        """The gradients of this step are sent off, and those of the step before take their place, in
-        the scale of this one: the engine divides by its weight."""
+        """Start sending the gradients of this step, and replace them by those of the previous step,
+        scaled to the weight of this step, since the engine divides by it."""
         buckets = self._buckets
         if buckets is None:
             return
@@ -119,13 +121,13 @@ class Stale(DistributedGroup):
             self._under_way, self._is_accepted = None, False
 
     def committed(self, replica: Replica) -> None:
-        """See `Group`: the buffers."""
+        """See `Group`. Merges the buffers."""
         self._is_accepted = False
         super().committed(replica)
 
     def settle(self, replica: Replica) -> float:
-        """Make the gradients under way those of `replica`, before an evaluation and at the end of
-        training, so that each is applied once. Their total weight; 0 if there are none."""
+        """Make the gradients in transit those of `replica`, before an evaluation and at the end of
+        training, so that each is applied once. Returns their total weight; 0 if there are none."""
         last, buckets = self._under_way, self._buckets
         if last is None or buckets is None:
             return 0.0
@@ -138,7 +140,7 @@ class Stale(DistributedGroup):
 
 
 def _swap(one: Tensor, other: Tensor) -> None:
-    """Exchange the contents of two 1-D tensors, with little memory."""
+    """Swap the contents of two 1-D tensors, using little memory."""
     for left, right in zip(one.split(_PIECE), other.split(_PIECE), strict=True):
         kept = left.clone()
         left.copy_(right)

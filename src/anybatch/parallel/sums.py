@@ -1,4 +1,4 @@
-"""Sums: flat tensors added up over the ranks, in the background."""
+"""Sums: asynchronous sums of flat tensors over the ranks."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from torch import Tensor
 
 @final
 class Sums:
-    """Flat tensors become their sums over the ranks. Every rank starts the same ones in the same order.
+    """All-reduces flat tensors. Every rank must start the same tensors in the same order.
 
     Args:
-        dtype: in which they cross and are added up, as by DistributedDataParallel's compression hooks;
-            None: in their own. Tensors that are no wider cross as they are.
+        dtype: dtype in which tensors are sent and summed, as in DistributedDataParallel's compression
+            hooks; None: their own dtype. Tensors that are no wider than `dtype` are sent unconverted.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
-        self._staged: list[Tensor] = []  # kept: memory may be refused in the middle of a step
+        self._staged: list[Tensor] = []  # kept: an allocation inside a step could fail
         self._started: list[tuple[Tensor, Tensor, Any]] = []
 
     @property
     def num_started(self) -> int:
-        """Tensors started since the last `finish`."""
+        """Number of tensors started since the last `finish`."""
         return len(self._started)
 
     def reserve(self, flats: Sequence[Tensor]) -> None:
-        """Take the memory that `start` needs for `flats`, which are started in this order."""
+        """Allocate the memory that `start` needs for `flats`, which are started in this order."""
         self._staged = [self._like(flat) for flat in flats]
 
     def start(self, flat: Tensor) -> None:
-        """Begin to make `flat`, 1-D, its sum over the ranks, in place. Does not wait."""
+        """Start the in-place all-reduce of `flat`, a 1-D tensor. Does not wait for it."""
         number = len(self._started)
         if number == len(self._staged):
             self._staged.append(self._like(flat))
@@ -44,8 +44,8 @@ class Sums:
         self._started.append((flat, crossing, dist.all_reduce(crossing, async_op=True)))
 
     def finish(self, then: Callable[[int], None] | None = None) -> None:
-        """Wait until all that were started are sums; `then` is called with the number of each as it
-        is one, in their order. Raises `RuntimeError` if a rank is gone."""
+        """Wait until all started tensors are reduced; `then` is called with the number of each tensor
+        when it is reduced, in order. Raises `RuntimeError` if a rank is gone."""
         for number, (flat, crossing, work) in enumerate(self._started):
             work.wait()
             if crossing is not flat:

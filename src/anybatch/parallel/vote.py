@@ -1,8 +1,8 @@
-"""Vote: one small sum over the ranks, by which all of them learn whether all succeeded; and what the
-groups that hold it have in common.
+"""Vote: a small all-reduce by which all ranks learn whether all of them succeeded; and the base class
+of the groups that hold votes.
 
-It carries everything that the ranks have to know of each other in a step, so that a step crosses the
-network once for the gradients and once for this:
+The vote carries everything that the ranks need to know about each other in a step, so a step needs one
+exchange for the gradients and one for the vote:
 
     failures | flags | wishes | totals per rank | notes | loss, weight, metrics, ...
 """
@@ -30,15 +30,16 @@ from anybatch.parallel.group import NUM_FIXED, Agreed, Group, Wish
 T = TypeVar("T")
 
 _INLINE = NUM_FIXED + 2 * 8
-"""Totals that travel with the vote itself: the fixed ones and eight metrics. More take a second sum."""
+"""Number of totals sent with the vote itself: the fixed ones and eight metrics. More of them need a
+second all-reduce."""
 
 
 @final
 class Vote:
-    """The votes of the ranks of torch.distributed's default group.
+    """Votes among the ranks of torch.distributed's default group.
 
     Args:
-        device: of the tensors that the group carries.
+        device: device of the tensors that the group communicates.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,12 +55,13 @@ class Vote:
         meanwhile: Callable[[], None] | None = None,
         wish: Wish = Wish.NOTHING,
     ) -> tuple[Agreed | None, list[int]]:
-        """What all ranks agreed on, None if one failed; and for each flag, on how many ranks it holds.
+        """Hold a vote. Returns what all ranks agreed on, or None if a rank failed; and for each flag,
+        the number of ranks on which it is set.
 
         Args:
             totals, note, wish: see `Group.agree`.
-            flags: equally many on every rank.
-            meanwhile: what to wait for while the vote is on its way, so that its latency is hidden.
+            flags: flags to count; the same number on every rank.
+            meanwhile: called while the vote is in transit, to hide its latency.
 
         Raises `PeerLost` if a rank is gone.
         """
@@ -98,7 +100,7 @@ class Vote:
         return Agreed(values[: max(lengths)], lengths, notes, wished), raised
 
     def any_of(self, own: Sequence[bool]) -> list[bool]:
-        """For each place, whether `own` holds there on some rank. Raises `PeerLost`."""
+        """The elementwise logical OR of `own` over all ranks. Raises `PeerLost` if a rank is gone."""
         held = torch.tensor(own, dtype=torch.uint8, device=self._device)
         with calling("in the vote at the end of a step"):
             dist.all_reduce(held, op=dist.ReduceOp.MAX)
@@ -109,8 +111,8 @@ class DistributedGroup(Group, ABC):
     """The ranks of torch.distributed's default group.
 
     Args:
-        shares: by rank.
-        device: of this rank.
+        shares: parts of the global batch by rank.
+        device: device of this rank.
     """
 
     def __init__(self, shares: Sequence[float], device: torch.device) -> None:
@@ -121,7 +123,7 @@ class DistributedGroup(Group, ABC):
         self._buffers: Buffers | None = None
 
     def prepare(self, model: nn.Module) -> None:
-        """See `Group`: those of rank 0."""
+        """See `Group`. All ranks get the parameters and buffers of rank 0."""
         same_weights(model)
 
     def staged(self, held: Held) -> None:
@@ -129,7 +131,7 @@ class DistributedGroup(Group, ABC):
             self._buffers.staged(self.rank, held)
 
     def committed(self, replica: Replica) -> None:
-        """See `Group`: the buffers."""
+        """See `Group`. Merges the buffers."""
         if self._buffers is not None:
             with calling("while buffers were put together"):
                 self._buffers.settle()
@@ -139,26 +141,28 @@ class DistributedGroup(Group, ABC):
 
 
 def wish_of(counts: Sequence[float]) -> Wish:
-    """What was wished, from how many ranks wished each."""
+    """The combined wishes, given the number of ranks with each wish."""
     return reduce(
         or_, (one for one, count in zip(Wish, counts, strict=True) if count), Wish.NOTHING
     )
 
 
 def same_weights(model: nn.Module) -> None:
-    """Parameters and buffers of `model` become those of rank 0. Raises `PeerLost`."""
+    """Overwrite parameters and buffers of `model` with those of rank 0. Raises `PeerLost` if a rank is
+    gone."""
     with calling("while the weights were sent"), torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             overwrite(tensor, 0)
 
 
 def leads() -> bool:
-    """Whether this process is rank 0, or the only one: it speaks to people and writes files."""
+    """Whether this process is rank 0, or the only one: it produces output and writes files."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def exchange(value: T) -> list[T]:
-    """The `value` of every rank of the default group, by rank; of this process, if there is none.
+    """The `value` of every rank of the default group, in rank order; of this process alone if there is
+    no group.
 
     Raises `PeerLost` if a rank is gone.
     """
@@ -170,11 +174,12 @@ def exchange(value: T) -> list[T]:
 
 @contextlib.contextmanager
 def calling(when: str) -> Iterator[None]:
-    """Around collectives: what torch says when a rank does not answer becomes `PeerLost`."""
+    """Context manager around collectives: converts torch's error for a rank that does not answer to
+    `PeerLost`."""
     try:
         yield
     except RuntimeError as error:
-        # What a kernel did wrong on this rank is told by whatever waits for the device next.
+        # An error in a kernel of this rank is raised by the next call that waits for the device.
         if is_memory_error(error) or isinstance(error, torch.AcceleratorError):
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]

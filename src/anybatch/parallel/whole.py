@@ -1,8 +1,8 @@
-"""Whole: the values of a sharded model, as one rank alone would hold them.
+"""Whole: the full state of a sharded model, as a single rank would hold it.
 
-Out and in, tensor by tensor, so that no rank ever holds more than one whole tensor beside what it
-keeps. Names and shapes are those of the plain model: what comes out loads into plain torch code, and
-what goes in may come from there, or from another number of ranks.
+State is gathered and loaded tensor by tensor, so that no rank ever holds more than one full tensor in
+addition to what it keeps. Names and shapes are those of the plain model: a gathered state can be loaded
+by plain torch code, and a state to load can come from there, or from another number of ranks.
 
 Every function here is called by all ranks.
 """
@@ -23,8 +23,8 @@ from anybatch.parallel.vote import calling
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state of `model` on rank 0, on the host; on the other ranks nothing. Tensors that are tied in
-    the model are tied here."""
+    """The full state dict of `model` in host memory on rank 0; empty on the other ranks. Tensors that
+    are tied in the model are tied in the state dict."""
     reshard(model)
     found: dict[str, Tensor] = {}
     seen: dict[int, Tensor] = {}
@@ -37,7 +37,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor] | None) -> None:
-    """Fill `model` with `state` of rank 0, which has its names and shapes; the others give None."""
+    """Load the `state` of rank 0, with the names and shapes of `model`; the other ranks pass None."""
     reshard(model)
     places = cast(dict[str, Tensor], model.state_dict(keep_vars=True))
     with calling("while the weights were sent"):
@@ -47,7 +47,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor] | None) -
 
 @torch.no_grad()
 def fill(place: Tensor, whole: Tensor | None) -> None:
-    """Give `place`, sharded or not, the values of `whole`, which rank 0 has."""
+    """Fill `place`, sharded or not, with the values of `whole` on rank 0."""
     if not isinstance(place, DTensor):
         if whole is not None and whole is not place:
             place.copy_(whole)
@@ -64,15 +64,15 @@ def fill(place: Tensor, whole: Tensor | None) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of gathered weights: after a pass without gradient those of the root are still there, and
-    would be used again though the parts have changed."""
+    """Free gathered weights: after a pass without gradient those of the root are still gathered, and
+    would be used again although the shards have changed."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def _gathered(value: Tensor) -> Tensor:
-    """On rank 0 the whole of `value`, on the host; elsewhere nothing of it is kept."""
+    """The full `value` in host memory on rank 0; the other ranks keep nothing of it."""
     value = value.detach()
     if isinstance(value, DTensor):
         with calling("while the state was gathered"):

@@ -1,4 +1,4 @@
-"""Candidates, rejections with their reasons, and one plan."""
+"""Planner: considers candidates, rejects them with reasons, and makes one plan."""
 
 from anybatch.planner.evaluating import make_evaluation_plan as make_evaluation_plan
 from anybatch.planner.knobs import Account as Account

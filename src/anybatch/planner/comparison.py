@@ -1,6 +1,5 @@
-"""Comparison: the choice that was taken made ready for the plan, and everything else that was weighed:
-what is nearly as fast, what is leaner, what was not taken and why.
-"""
+"""Comparison: prepares the selected choice for the plan, and everything else that was considered:
+choices that are nearly as fast, leaner choices, and rejected choices with reasons."""
 
 from __future__ import annotations
 
@@ -16,12 +15,13 @@ from anybatch.plans import Candidate, Choice, FrontierPoint, Prediction, Recompu
 from anybatch.units import format_bytes
 
 SAME_TIME = 1.01
-"""Predicted times that differ by less are taken as equal; then the smaller peak wins."""
+"""Predicted times that differ by less than this factor are considered equal; then the smaller peak
+wins."""
 
 
 def rejected(costs: Costs, taken: Choice, by: Costs) -> tuple[Candidate, ...]:
-    """Everything that was weighed by `costs` but the choice that was `taken`, which was weighed `by`
-    these or others, with reasons."""
+    """All choices that `costs` considered, with the reasons for their rejection, except the
+    selected choice (`taken`), which was considered `by` these or other costs."""
     return tuple(
         Candidate(
             choice=choice,
@@ -38,7 +38,7 @@ def rejected(costs: Costs, taken: Choice, by: Costs) -> tuple[Candidate, ...]:
 def impossible(
     choice: Choice, costs: Costs, reason: str, peak_bytes: float | None = None
 ) -> Candidate:
-    """`choice`, which cannot be run for that `reason`; its bytes may not be known."""
+    """The candidate for a `choice` that cannot be run, for this `reason`; its bytes may be unknown."""
     return Candidate(
         choice=choice,
         parallel=costs.parallel,
@@ -50,7 +50,7 @@ def impossible(
 
 
 def frontier(every: Iterable[Costs]) -> tuple[FrontierPoint, ...]:
-    """Of all that was weighed, what nothing else beats in both bytes and time; leanest first."""
+    """The Pareto frontier of bytes and time over all choices considered, leanest first."""
     weighed = [
         (peak, costs.seconds(choice), order(choice), choice, costs)
         for costs in every
@@ -87,13 +87,15 @@ def _reason(choice: Choice, costs: Costs, taken: Choice, by: Costs) -> str:
 
 
 _EASE = 0.85
-"""More samples at once than training has are not worth a peak like training's: what training leaves in
-the heap of a CPU, and blocks of other sizes find there, is known to 10% (benchmarks/budgets, 85)."""
+"""An evaluation batch larger than the micro-batch may take at most this fraction of the training
+peak: it is not worth a peak as high as that of training. The memory that training leaves in the
+heap of a CPU, and the blocks of other sizes that fit into it, are known to 10% (benchmarks/budgets,
+85)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A choice, what it costs, and what is leaner."""
+    """A choice, its costs, and leaner choices."""
 
     choice: Choice
     footprint: Footprint
@@ -105,8 +107,8 @@ class Option:
 def option_of(
     choice: Choice, ways: Sequence[Recompute], costs: Costs, leaner_costs: Sequence[Costs] = ()
 ) -> Option:
-    """`choice`, made ready; its ladder may lead to `ways`, and at its end to what choices of the
-    `leaner_costs` have in common."""
+    """Complete `choice` to an option. Its ladder may lead to `ways`, and at its end to the settings
+    that the choices of `leaner_costs` have in common."""
     size, evaluation = _evaluation_batch(choice, costs)
     chosen = choice.model_copy(update={"evaluation_batch": size})
     ladder = tuple(leaner(chosen, ways, costs))
@@ -119,7 +121,7 @@ def option_of(
 
 
 def _evaluation_batch(choice: Choice, costs: Costs) -> tuple[int, Peak]:
-    """The batch for evaluation, and the peak that it leads to."""
+    """The evaluation batch, and its peak."""
     valid = costs.subject.num_valid
     if valid == 0:
         return choice.micro_batch, Peak(0, {})
@@ -134,17 +136,18 @@ def _evaluation_batch(choice: Choice, costs: Costs) -> tuple[int, Peak]:
 
 
 _CLOSE = 1.5
-"""A choice that is predicted to take up to so many times as long as the fastest may be the faster one:
-measured beside each other, predictions of one task were off by less."""
+"""A choice that is predicted to take up to this many times as long as the fastest may be the faster
+one: measured side by side, predictions for one task were off by less."""
 
 _MOST = 3
 
 
 def rivals_of(best: Choice, wishes: Wishes, costs: Costs) -> Iterator[Choice]:
-    """What a rehearsal may show to be faster than `best`, the fastest first.
+    """Choices that a rehearsal may find to be faster than `best`, fastest first.
 
-    On a CPU there are none: how fast small passes are depends on how the heap has come to lie, which
-    passes of other sizes change (docs/log.md)."""
+    On a CPU there are none: the speed of small passes depends on the layout of the heap, which
+    passes of other sizes change (docs/log.md).
+    """
     device, subject = costs.setting.device, costs.subject
     here = device.present and device.kind == "cuda"
     open_to = wishes.micro_batch is None and not subject.long
@@ -161,8 +164,8 @@ def rivals_of(best: Choice, wishes: Wishes, costs: Costs) -> Iterator[Choice]:
 
 
 def prediction_of(option: Option, setting: Setting, meeting_seconds: float = 0.0) -> Prediction:
-    """The prediction for `option`, its time corrected by earlier runs, and with the seconds of a step
-    that ranks spend meeting in norms."""
+    """The prediction for `option`. Its time is corrected by earlier runs, and includes the seconds
+    of a step that ranks spend synchronizing norms (`meeting_seconds`)."""
     learned = setting.correction
     training, evaluation = option.footprint.peak, option.evaluation
     higher = max(training, evaluation, key=lambda peak: peak.num_bytes)
@@ -204,8 +207,8 @@ def _told_of_time(setting: Setting) -> str:
 
 
 def ways_of(costs: Costs, compiled: bool) -> Iterator[Recompute]:
-    """Every way that a model offers as a whole, from the least recompute to the most. Where blocks are
-    `compiled`, nothing in them is run in tiles."""
+    """All recompute methods that a model supports as a whole, from least to most recompute. In
+    `compiled` blocks, nothing is run in tiles."""
     subject, pace = costs.subject, costs.setting.pace
     tiled = () if compiled or subject.compiled else pace.tileable
     yield Recompute()
@@ -222,15 +225,15 @@ def ways_of(costs: Costs, compiled: bool) -> Iterator[Recompute]:
 
 
 def leaner(chosen: Choice, ways: Sequence[Recompute], costs: Costs) -> Iterator[Choice]:
-    """Choices leaner than `chosen`: smaller micro-batches first, which cost least, then more
-    recompute."""
+    """Choices that need less memory than `chosen`: first smaller micro-batches, which cost the
+    least time, then more recompute."""
     size, evaluation = chosen.micro_batch, chosen.evaluation_batch
     for size in costs.sizes.halves(chosen.micro_batch):
         evaluation = max(1, evaluation // 2)
         yield chosen.model_copy(update={"micro_batch": size, "evaluation_batch": evaluation})
     if chosen.recompute in ways:
         more = ways[ways.index(chosen.recompute) + 1 :]
-    else:  # some of the blocks: then all of them
+    else:  # some blocks are recomputed: continue with all of them
         more = [way for way in ways if way.keep == "nothing" and way.blocks]
     for way in more:
         yield chosen.model_copy(
@@ -239,7 +242,7 @@ def leaner(chosen: Choice, ways: Sequence[Recompute], costs: Costs) -> Iterator[
 
 
 def order(choice: Choice) -> tuple[int, bool, bool, str, str, int]:
-    """Choices in the order in which a table shows them."""
+    """Sort key for the order in which a table shows choices."""
     way = choice.recompute
     return (
         len(way.blocks),

@@ -1,8 +1,8 @@
-"""Costs: bytes and seconds of the choices that a search looks at, each found once.
+"""Costs: bytes and seconds of the choices that a search considers, each computed once.
 
-Time is known for every choice without tracing it. Bytes are known from a trace of the step; between two
-traces of one way to recompute they lie on a nearly straight line over the micro-batch. `Sizes` are the
-micro-batches into which the samples of a step can be cut.
+Time is known for every choice without tracing it. Bytes are known from a trace of the step; between
+two traces with the same recompute method, they are nearly linear in the micro-batch. `Sizes` are
+the micro-batches into which the samples of a step can be split.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from anybatch.plans import Choice, Parallel, Recompute, StatesOn, Update
 
 
 class Untraceable(Exception):
-    """The user's code raised something on fake tensors: its cause.
+    """Raised when the user's code fails on fake tensors; `cause` is its exception.
 
     Attributes:
-        choice: under which.
+        choice: choice under which it failed.
     """
 
     def __init__(self, choice: Choice, cause: Exception) -> None:
@@ -36,21 +36,21 @@ class Untraceable(Exception):
 
 
 class Costs:
-    """What the choices of one search cost a rank. They differ in the way to recompute and in the
-    micro-batch, and have everything else in common.
+    """Costs of the choices of one search for one rank. The choices differ in the recompute method
+    and in the micro-batch, and have everything else in common.
 
-    Bytes are as traced. Seconds contain the correction learned from earlier runs.
+    Bytes are as traced. Seconds include the correction learned from earlier runs.
 
     Args:
-        subject: what a rank computes.
-        setting: where, and among which ranks.
-        states_on: where all of them have the optimizer's states.
-        head: whose logits the loss takes in chunks; None: the loss is as it is written.
+        subject: computation of one rank.
+        setting: device and ranks.
+        states_on: where the optimizer states are, for all choices.
+        head: head whose logits the loss computes in chunks; None: the loss is computed as written.
 
     Attributes:
         subject, setting, states_on, head: as given.
-        sizes: micro-batches that there are.
-        room: bytes that the budget leaves.
+        sizes: available micro-batches.
+        room: bytes that the budget leaves after its reserve.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Costs:
         budget = setting.device.budget_bytes
         self.room: int = budget - reserve_of(budget, setting.device.kind)
         self._traced: dict[Choice, Footprint] = {}
-        self._read_off: dict[Choice, int] = {}  # bytes by the line, where nothing was traced
+        self._read_off: dict[Choice, int] = {}  # interpolated bytes of untraced choices
 
     @property
     def parallel(self) -> Parallel:
@@ -79,7 +79,7 @@ class Costs:
         return self.setting.layout.parallel
 
     def choice(self, way: Recompute, micro_batch: int) -> Choice:
-        """The choice of that way and micro-batch."""
+        """The choice with this recompute method and micro-batch."""
         return Choice(
             micro_batch=micro_batch,
             evaluation_batch=first_evaluation_batch(micro_batch, self.subject.num_valid),
@@ -91,7 +91,7 @@ class Costs:
         )
 
     def under(self, budget_bytes: int) -> Costs:
-        """The same under another budget."""
+        """The same costs under another budget."""
         device = replace(self.setting.device, budget_bytes=budget_bytes)
         setting = replace(self.setting, device=device)
         return Costs(self.subject, setting, self.states_on, self.head)
@@ -99,14 +99,14 @@ class Costs:
     # -------------------------------------------------------------------------------------- bytes
 
     def footprint(self, choice: Choice) -> Footprint:
-        """Of `choice`, from a trace. Raises `Untraceable`."""
+        """The footprint of `choice`, from a trace. Raises `Untraceable`."""
         found = self._traced.get(choice)
         if found is None:
             if self.setting.watch is not None:
                 self.setting.watch(f"candidate {len(self._traced) + 1}: {choice.describe()}")
             try:
                 found = self._divided(footprint(self.subject, choice, self.setting.device))
-            except Exception as error:  # whatever the user's code raises
+            except Exception as error:  # any exception of the user's code
                 is_of_way = isinstance(error, NotRepeated | NotTileable)
                 told = isinstance(error, AnybatchError) and not is_of_way
                 if told and self.head is None:
@@ -116,20 +116,19 @@ class Costs:
         return found
 
     def evaluation(self, choice: Choice) -> Peak:
-        """Of an evaluation under `choice`, from a trace."""
+        """The peak of an evaluation under `choice`, from a trace."""
         return self._peak_divided(evaluation_peak(self.subject, choice, self.setting.device))
 
     def peak(self, choice: Choice) -> int:
-        """Bytes at the peak of `choice`, from a trace."""
+        """Peak memory of `choice` in bytes, from a trace."""
         return self.footprint(choice).peak.num_bytes
 
     def fits(self, choice: Choice) -> bool:
-        """Whether `choice` fits the room, by a trace."""
+        """Whether the peak of `choice` is at most `room`, according to a trace."""
         return self.peak(choice) <= self.room
 
     def least(self, choice: Choice) -> int:
-        """Bytes at the peak of `choice`, where evaluation takes the fewest samples at once; from
-        traces."""
+        """Peak memory of `choice` in bytes if evaluation takes one sample at a time, from traces."""
         trained = self.peak(choice)
         if self.subject.num_valid == 0:
             return trained
@@ -137,12 +136,13 @@ class Costs:
         return max(trained, self.evaluation(single).num_bytes)
 
     def bytes(self, choice: Choice) -> int:
-        """Bytes at the peak of `choice`, from a trace if there is one, else by the line of its way."""
+        """Peak memory of `choice` in bytes, from a trace if there is one, otherwise interpolated
+        between traces of the same recompute method."""
         if choice in self._traced:
             return self.peak(choice)
         if choice not in self._read_off:
             way = choice.recompute
-            self.peak(self.choice(way, self.sizes.low))  # a line has two ends
+            self.peak(self.choice(way, self.sizes.low))  # interpolation needs two points
             found = self._on_line(way, choice.micro_batch)
             if found is None:
                 return self.peak(choice)
@@ -150,8 +150,8 @@ class Costs:
         return self._read_off[choice]
 
     def about(self, way: Recompute, micro_batch: int) -> float:
-        """Bytes at the peak of that choice by the line of its way, for which traces are made at both
-        ends if there is none yet. Not remembered, so the choice is not among the weighed ones."""
+        """Interpolated peak memory of this choice in bytes; the end points are traced if there are
+        no traces yet. The result is not stored, so the choice does not count as considered."""
         found = self._on_line(way, micro_batch)
         if found is None:
             for size in (self.sizes.low, self.sizes.whole):
@@ -160,11 +160,12 @@ class Costs:
         return found or float(self.peak(self.choice(way, micro_batch)))
 
     def weighed(self) -> dict[Choice, int]:
-        """Every choice that was looked at, with the bytes at its peak."""
+        """All choices that were considered, with their peak memory in bytes."""
         return {choice: self.bytes(choice) for choice in (*self._traced, *self._read_off)}
 
     def _on_line(self, way: Recompute, micro_batch: int) -> float | None:
-        """The peak of `way` at `micro_batch`, between the nearest sizes that were traced."""
+        """The peak of `way` at `micro_batch`, interpolated between the nearest traced sizes; None
+        if there are fewer than two."""
         known = sorted(
             (choice.micro_batch, seen.peak.num_bytes)
             for choice, seen in self._traced.items()
@@ -179,7 +180,7 @@ class Costs:
         return least + (most - least) * (micro_batch - low) / (high - low)
 
     def _divided(self, found: Footprint) -> Footprint:
-        """`found` for a rank that holds a part of the model, if it does."""
+        """`found`, reduced to a rank's part of the model if the model is divided."""
         division = self.subject.division
         if division is None:
             return found
@@ -195,8 +196,8 @@ class Costs:
     # ------------------------------------------------------------------------------------ seconds
 
     def step(self, choice: Choice) -> StepSeconds:
-        """Seconds of a step under `choice`, by part. Earlier runs taught nothing of the exchange: what
-        is learned from had none."""
+        """Seconds of a step under `choice`, by part. The correction does not apply to the exchange,
+        since the runs that it is learned from had none."""
         passes = self.sizes.passes(choice.micro_batch)
         step = self.setting.pace.step(
             choice.micro_batch,
@@ -218,7 +219,7 @@ class Costs:
         return self.step(choice).total
 
     def least_seconds(self, way: Recompute) -> float:
-        """Seconds of a step under `way` if memory were no matter."""
+        """Seconds of a step under `way` if memory were unlimited."""
         sizes = self.sizes.worth_weighing(self.sizes.whole)
         return min(self.seconds(self.choice(way, size)) for size in sizes)
 
@@ -227,12 +228,12 @@ _LARGEST_EVALUATION_BATCH = 1024
 _MOST_PASSES_MORE = 64
 _FRACTIONS = (1, 3 / 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
 _MOST_BETWEEN = 6
-"""Micro-batches for which subsets of the blocks are looked at."""
+"""Maximum number of micro-batches for which subsets of the blocks are considered."""
 
 
 def first_evaluation_batch(micro_batch: int, num_valid: int | None) -> int:
-    """The batch for evaluation that goes with a micro-batch, if it fits: without a backward there is
-    room for more. `num_valid` is None for a stream."""
+    """The evaluation batch that is used with a micro-batch if it fits: without backward, there is
+    memory for more samples. `num_valid` is None for a stream."""
     size = min(4 * micro_batch, _LARGEST_EVALUATION_BATCH)
     if num_valid is None:
         return size
@@ -244,7 +245,7 @@ class Sizes:
     """Micro-batches of a step: whole ghost batches, or all samples at once.
 
     Attributes:
-        whole: samples of a step.
+        whole: number of samples of a step.
         smallest: one sample, one ghost batch, or one grain.
     """
 
@@ -253,34 +254,35 @@ class Sizes:
 
     @classmethod
     def of(cls, subject: Subject) -> Sizes:
-        """Those of a step of `subject`."""
+        """The micro-batches of a step of `subject`."""
         return cls(subject.whole, min(subject.identity.unit, subject.whole))
 
     @property
     def low(self) -> int:
-        """Where lines over micro-batches begin. Not at one sample, if there is a choice: without a
-        second one, some copies are not made, so of other sizes nothing follows from it."""
+        """The smallest micro-batch used for interpolation. It is not one sample if this can be
+        avoided: with a single sample some copies are not made, so other sizes cannot be predicted
+        from it."""
         return 2 if self.smallest == 1 and self.whole > 2 else self.smallest
 
     def passes(self, size: int) -> int:
-        """How many passes of `size` samples a step takes."""
+        """Number of passes of `size` samples that a step takes."""
         return -(-self.whole // size)
 
     def in_units(self, size: int) -> int:
-        """The largest micro-batch of at most `size`; 0: there is none."""
+        """The largest micro-batch of at most `size`; 0 if there is none."""
         return size // self.smallest * self.smallest
 
     def evened(self, size: int) -> int:
-        """The smallest micro-batch that needs no more passes than `size` does."""
+        """The smallest micro-batch that takes no more passes than `size` does."""
         units = -(-self.whole // (self.passes(size) * self.smallest))
         return min(units * self.smallest, size)
 
     def worth_weighing(self, largest: int) -> list[int]:
-        """The largest, evened out over the step, and fractions of it, whose data may stay in caches;
-        and near each of them the one that leaves no pass short. Three quarters, too: what an allocator
-        makes of a size goes up and down, so the largest that fits may do so when the evened does
-        not."""
-        # All samples at once may be no whole number of ghost batches.
+        """Micro-batches to consider: the largest, evened out over the step, and fractions of it,
+        whose data may stay in caches; and near each of them the one that leaves no pass short.
+        Three quarters is included since an allocator's memory does not grow monotonically with the
+        size, so the largest micro-batch may fit although its evened size does not."""
+        # All samples at once may not be a whole number of ghost batches.
         sizes = [self.evened(largest)]
         for part in _FRACTIONS:
             if smaller := self.in_units(int(largest * part)):
@@ -288,12 +290,12 @@ class Sizes:
         return list(dict.fromkeys(sizes))
 
     def missing(self, size: int) -> int:
-        """Samples by which the last pass falls short of `size`."""
+        """Number of samples by which the last pass falls short of `size`."""
         return self.passes(size) * size - self.whole
 
     def whole_part(self, size: int) -> int:
-        """The largest micro-batch of at most `size` that leaves no pass short, if it takes no more
-        than a third more passes; else as `evened`."""
+        """The largest micro-batch of at most `size` that leaves no pass short, if it takes at most
+        a third more passes; otherwise the same as `evened`."""
         fewest = self.passes(size)
         for passes in range(fewest, min(fewest * 4 // 3, fewest + _MOST_PASSES_MORE) + 1):
             part, rest = divmod(self.whole, passes)
@@ -302,8 +304,8 @@ class Sizes:
         return self.evened(size)
 
     def between(self, low: int, high: int) -> list[int]:
-        """A few above `low` and up to `high`, largest first: each takes about a third more passes than
-        the one before. And the smallest, if `low` is 0."""
+        """A few micro-batches above `low` and up to `high`, largest first: each takes about a third
+        more passes than the previous one. The smallest is included if `low` is 0."""
         sizes: list[int] = []
         size = high
         while size > max(low, self.smallest) and len(sizes) < _MOST_BETWEEN:
@@ -316,12 +318,13 @@ class Sizes:
         return list(dict.fromkeys(sizes))
 
     def halves(self, size: int) -> Iterator[int]:
-        """Half of `size`, half of that, and so on down to the smallest."""
+        """Half of `size`, half of that, and so on, down to the smallest micro-batch."""
         while (size := self.in_units(size // 2)) >= self.smallest:
             yield size
 
     def doubled(self) -> Iterator[int]:
-        """The smallest, twice that, and so on, each evened out; all below the whole."""
+        """The smallest micro-batch, twice that, and so on, each evened out; all are smaller than
+        the whole step."""
         size = self.smallest
         while size < self.whole:
             yield self.evened(size)

@@ -1,8 +1,9 @@
-"""Evaluating: a plan for an evaluation alone, of a run that has its own.
+"""Evaluating: a plan only for evaluation, for a run that has a plan for training.
 
-What decides the numbers (precision, kernels, the loss in chunks, samples per pass) is as the run had
-it, so that they come out as the run told them. Nothing is trained, so there is room where gradients and
-the optimizer's state were; what is traced is an evaluation on a model that has just been built.
+Everything that affects the results (precision, kernels, the loss in chunks, samples per pass) is
+taken from the run, so that they match those that the run reported. Nothing is trained, so the
+memory of gradients and optimizer states is free; the trace is of an evaluation of a newly built
+model.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from anybatch.units import check_count, format_bytes
 
 @dataclass(frozen=True, slots=True)
 class _Weighed:
-    """A choice, and the peak that it leads to; None: the model cannot be traced."""
+    """A choice, and its peak; None: the model cannot be traced."""
 
     choice: Choice
     peak: Peak | None
@@ -41,23 +42,23 @@ def make_evaluation_plan(
     limited: bool = False,
     shapes_vary: bool = False,
 ) -> Plan:
-    """The plan to evaluate `subject` under.
+    """Make the plan for evaluating `subject`.
 
     Args:
-        before: that the run followed last.
-        subject: of a task with hardly anything to train; see `evaluating`.
-        device: one of the devices, all alike, with its budget.
-        layout: of the ranks.
-        precision: to compute in; None: as the run did.
-        batch: samples per pass; None: as many as the run took, or fewer where these do not fit.
-        limited: whether somebody named the budget, which is then held to.
+        before: last plan of the run.
+        subject: a task with hardly anything to train; see `evaluating`.
+        device: one of the devices, which are all alike, with its budget.
+        layout: layout of the ranks.
+        precision: precision of the computation; None: that of the run.
+        batch: samples per pass; None: as many as in the run, or fewer if these do not fit.
+        limited: whether the user named the budget, which is then enforced.
         shapes_vary: whether samples may differ in shape.
 
     Raises:
-        NoPlanFits: not even one sample at a time does.
-        InputError: `batch` cannot be.
+        NoPlanFits: not even one sample at a time fits.
+        InputError: `batch` is invalid.
     """
-    # A divided model that was kept in host memory may fit only so.
+    # A divided model that was kept in host memory may only fit there.
     is_kept_so = layout.parallel == "shard" and device.kind == "cuda"
     states_on: StatesOn = before.choice.optimizer_states if is_kept_so else "device"
     one = rank_of(subject, layout, device, states_on)
@@ -70,7 +71,7 @@ def make_evaluation_plan(
         precision=precision or before.choice.precision,
         recompute=Recompute(),
         optimizer_states=states_on,
-        # Planned for whole models only.
+        # The loss in chunks is planned only for models that are not divided.
         chunked_head="" if layout.parallel == "shard" else before.choice.chunked_head,
     )
     found = _fitting(one, choice, device, fixed=batch is not None)
@@ -88,15 +89,14 @@ def make_evaluation_plan(
     )
     if before.device.partition(":")[0] != device.kind:
         return with_kernels(plan, subject, False, shapes_vary)
-    # A compiler would take from a budget that a CPU is held to.
+    # A compiler would use memory of the budget that is enforced on a CPU.
     held = enforced and device.kind == "cpu"
     kernels = before.kernels.model_copy(update={"compile": before.kernels.compile and not held})
     return plan.running(kernels)
 
 
 def _fitting(subject: Subject, choice: Choice, device: Device, fixed: bool) -> _Weighed:
-    """`choice`, or where it does not fit the same with the first half of its batch that does, unless it
-    is `fixed`."""
+    """`choice` if it fits or is `fixed`; otherwise `choice` with its batch halved until it fits."""
     budget = device.budget_bytes
     room = budget - reserve_of(budget, device.kind)
     size = choice.evaluation_batch
@@ -106,7 +106,7 @@ def _fitting(subject: Subject, choice: Choice, device: Device, fixed: bool) -> _
             peak = evaluation_peak(subject, here, device)
         except AnybatchError:
             raise
-        except Exception:  # whatever the user's code raises on fake tensors
+        except Exception:  # any exception of the user's code on fake tensors
             return _Weighed(choice, None)
         if subject.division is not None:
             peak = peak.divided(subject.division)

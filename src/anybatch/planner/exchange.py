@@ -1,22 +1,24 @@
-"""Exchange: the seconds of a step in which ranks tell each other gradients and weights.
+"""Exchange: the seconds of a step in which ranks exchange gradients and weights.
 
-Ranks that hold the whole model add up their gradients once per step. Of a divided model the weights are
-gathered twice in every pass, for forward and for backward, and gradients are added up in every pass, or
-in the last one:
+Ranks that hold the whole model sum their gradients once per step. The weights of a divided model
+are gathered twice in every pass, for forward and for backward, and gradients are summed in every
+pass, or in the last one:
 
     replicate   | forward | backward | forward | backward, all gradients |
     shard       | forward, weights | backward, weights and gradients | ...
 
-Where groups of ranks divide a model each, their parts of the gradients are added up over the groups
-after the last pass. Parts that lie in host memory come over its bus first, and go back there.
+If several groups of ranks divide a model each, their parts of the gradients are summed over the
+groups after the last pass. Parts in host memory are first transferred over the host's bus, and back
+afterwards.
 
-On CUDA this goes on beside the computing, and only what is left over counts: at the least what crosses
-for the first block, before which nothing can be computed, or for the last, after which nothing is left.
-Then comes the vote, which is small and which everybody waits for.
+On CUDA the exchange overlaps with the computation, and only the remainder counts: at least the
+exchange for the first block, before which nothing can be computed, or for the last block, after
+which nothing is left to compute. It is followed by the vote, which is small and which all ranks
+wait for.
 
-How long ranks take to add up so many bytes, the link of the layout tells (`plans.Link`). An exchange
-that is not exact (`plans.Exchange`) has fewer bytes, or not every step has one, or the whole next step
-is there to cover it.
+The link of the layout determines how long ranks take to sum a number of bytes (`plans.Link`). An
+exchange that is not exact (`plans.Exchange`) has fewer bytes, or does not take place in every step,
+or can overlap with the whole next step.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ from anybatch.plans import Choice, Exchange, Precision
 
 
 def seconds_of_exchange(subject: Subject, setting: Setting, choice: Choice, passes: int) -> float:
-    """Seconds of a step of so many `passes` that no rank computes in, since it waits for others."""
+    """Seconds of a step of `passes` passes in which ranks wait for each other and do not compute."""
     layout, device, pace = setting.layout, setting.device, setting.pace
     num_ranks = len(layout.shares)
     if num_ranks == 1:
         return 0.0
     computing = pace.micro(choice.micro_batch, choice.recompute)
-    overlaps = device.kind == "cuda" and subject.sums is None  # sums cross after all computing
+    overlaps = device.kind == "cuda" and subject.sums is None  # sums follow all computation
     link = layout.link_on(device)
     vote = link.seconds(0, num_ranks)
     if subject.division is None:
@@ -54,8 +56,9 @@ def seconds_of_exchange(subject: Subject, setting: Setting, choice: Choice, pass
     gathered = division.parts.whole * _gathered_part(choice.precision)
 
     def beside(*sizes: float) -> float:
-        """Seconds of a pass in which so many bytes cross, piece by piece, and nothing is computed."""
-        # To gather, or to add up so that each keeps a part, is half of a whole exchange.
+        """Seconds of a pass in which this many bytes are exchanged, piece by piece, and nothing is
+        computed."""
+        # An all-gather or a reduce-scatter takes half of the time of an all-reduce.
         crossing = pieces * sum(within.seconds(s / pieces, division.ranks) / 2 for s in sizes)
         if division.offload:
             crossing += bus_seconds(sum(sizes) / division.ranks, device)
@@ -72,17 +75,17 @@ def seconds_of_exchange(subject: Subject, setting: Setting, choice: Choice, pass
 
 
 def _sent(parameter_bytes: int, subject: Subject, exchange: Exchange) -> int:
-    """Bytes of gradients, or of weights, as they cross."""
+    """Bytes of gradients, or of weights, that are sent."""
     if exchange.compress is not None:
         return min(parameter_bytes, 2 * subject.identity.trainable_parameters)
     return parameter_bytes
 
 
 def _left_over(crossing: float, computing: float, groups: int) -> float:
-    """Of what crosses in so many groups, the seconds that no computing covers."""
+    """The seconds of an exchange in `groups` groups that do not overlap with computation."""
     return max(crossing / max(1, groups), crossing - computing)
 
 
 def _gathered_part(precision: Precision) -> float:
-    """The size of a gathered weight by that of the one that the model was built with."""
+    """The size of a gathered weight, relative to the weight that the model was built with."""
     return 0.5 if precision.endswith(("-weights", "-pure")) else 1.0

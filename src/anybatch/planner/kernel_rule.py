@@ -1,11 +1,11 @@
 """Kernel rule: which kernels suit a model on a device, and why. See `plans.KernelChoices`.
 
-What is chosen costs no memory worth counting and no result. On CUDA the kernels for convolutions that
-use tensor cores work on channels-last tensors, and torch would lay out every image anew around them.
-Where launches take longer than kernels that is the slower way (resnet18 with 64 images of 64 x 64 in
-float32 on an H200: 17 ms for 11), so a rehearsal times both. On a CPU oneDNN has a
-layout of its own, which is known to no caller, so nothing is chosen there. Traces for other devices run
-in the layout that is chosen (`estimate.layout`).
+The selected kernels need no significant memory and do not change the result. On CUDA, the kernels
+for convolutions that use tensor cores operate on channels-last tensors, and torch would otherwise
+convert the layout of every image around them. Where launches take longer than kernels, that layout
+is slower (resnet18 with 64 images of 64 x 64 in float32 on an H200: 17 ms instead of 11), so a
+rehearsal times both. On a CPU, oneDNN has an internal layout that is unknown to callers, so nothing
+is selected there. Traces for other devices run in the selected layout (`estimate.layout`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from anybatch.units import format_seconds
 
 
 def with_kernels(plan: Plan, subject: Subject, compiled: bool, shapes_vary: bool) -> Plan:
-    """`plan` with the kernels that suit it, and with sentences on them.
+    """`plan` with the kernels that suit it, and with notices on them.
 
     Args:
-        plan: all but these.
-        subject: what it is for.
+        plan: the plan without kernels.
+        subject: task of the plan.
         compiled: whether blocks are to be compiled.
         shapes_vary: whether samples may differ in shape.
     """
@@ -38,7 +38,7 @@ def with_kernels(plan: Plan, subject: Subject, compiled: bool, shapes_vary: bool
 
 
 def in_default_layout(plan: Plan, seconds: float) -> Plan:
-    """`plan` without channels-last images, with which a sample took `seconds` in a pass."""
+    """`plan` without channels-last images; with them, a sample took `seconds` in a pass."""
     told = plan.prediction
     assert told is not None
     passes = sum(told.step_parts.values()) - told.step_parts.get("update", 0.0)
@@ -53,7 +53,7 @@ def in_default_layout(plan: Plan, seconds: float) -> Plan:
 
 
 def _variation(plan: Plan, shapes_vary: bool) -> Iterator[str]:
-    """Why micro-batches have many shapes."""
+    """The reasons why micro-batches have different shapes."""
     size, share = plan.choice.micro_batch, plan.largest_share
     if shapes_vary:
         yield "samples may differ in shape"

@@ -1,7 +1,7 @@
-"""Knobs: what each way to need less memory buys, and what it costs in time.
+"""Knobs: how much memory each memory-saving measure frees, and what it costs in time.
 
-For people who look at where the bytes go, or to whom nothing fits: one knob is turned at a time, from
-one choice on. Some of them no plan turns by itself, since they change what is computed.
+For users who examine where the memory goes, or for whom nothing fits: one knob at a time is turned,
+starting from one choice. Some knobs are not turned by any plan, since they change what is computed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from anybatch.planner.setting import setting_of
 from anybatch.plans import Choice, Plan, Precision, Recompute
 
 _MOST_BYTES = 0.995
-"""A knob that leaves more than this part of the peak is not worth a line."""
+"""A knob that leaves more than this fraction of the peak is not listed."""
 
 _LOWER: dict[Precision, tuple[Precision, ...]] = {
     "fp32": ("bf16", "bf16-weights", "bf16-pure"),
@@ -33,21 +33,21 @@ _LOWER: dict[Precision, tuple[Precision, ...]] = {
     "fp16": ("fp16-weights", "fp16-pure"),
     "fp16-weights": ("fp16-pure",),
 }
-"""Precisions that take less memory than another."""
+"""Precisions that need less memory than the given one."""
 
 _ADAPTED = 0.01
-"""Part of the weights that small adapters have."""
+"""Size of small adapters as a fraction of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """One thing to turn.
+    """One memory-saving measure.
 
     Attributes:
-        what: in a few words.
+        what: short description.
         peak_bytes: predicted peak with it.
         step_seconds: predicted time of a step with it.
-        remark: what else it does; empty: nothing, the result stays the same.
+        remark: its other effects; empty: none, the result stays the same.
     """
 
     what: str
@@ -57,7 +57,7 @@ class Knob:
 
 
 def knobs(costs: Costs, choice: Choice) -> tuple[Knob, ...]:
-    """What turning one knob of `choice` would do; what frees most comes first."""
+    """The effects of turning one knob of `choice`; the one that frees the most memory comes first."""
     here = _Here(costs, choice)
     most = _MOST_BYTES * here.peak.num_bytes
     found = [knob for knob in here.to_turn() if knob.peak_bytes < most]
@@ -65,7 +65,7 @@ def knobs(costs: Costs, choice: Choice) -> tuple[Knob, ...]:
 
 
 class _Here:
-    """The choice that is started from."""
+    """The choice that knobs are turned from."""
 
     def __init__(self, costs: Costs, choice: Choice) -> None:
         self._costs = costs
@@ -75,7 +75,7 @@ class _Here:
         self.peak: Peak = costs.footprint(choice).peak
 
     def to_turn(self) -> Iterator[Knob]:
-        """Every knob that there is."""
+        """All available knobs."""
         for turned in (
             self._micro_batches,
             self._ways,
@@ -131,7 +131,7 @@ class _Here:
             "pure": "weights and optimizer in half precision: small updates are lost",
         }
         for precision in _LOWER.get(self._choice.precision, ()):
-            with suppress(AnybatchError):  # the task or the device cannot
+            with suppress(AnybatchError):  # not supported by the task or the device
                 yield self._in_precision(precision, remarks[precision.partition("-")[2]])
 
     def _in_precision(self, precision: Precision, remark: str) -> Knob:
@@ -145,14 +145,14 @@ class _Here:
         )
 
     def _optimizers(self) -> Iterator[Knob]:
-        """Other optimizers, and training so little that theirs does not count."""
+        """Other optimizers, and training so few weights that the optimizer states are negligible."""
         here, seconds = self.peak.num_bytes, self._costs.seconds(self._choice)
         states = self.peak.by_kind.get("optimizer state", 0)
         if states:
             remark = "give the task another optimizer, which learns differently"
             yield self._knob("SGD without momentum", here - states, seconds, remark)
         if states and self._subject.division is None and find_spec("torchao") is not None:
-            # One byte for four (or two), and a scale for each block of 256.
+            # One byte instead of four (or two), and a scale for each block of 256.
             saved = states * (0.49 if self._choice.precision.endswith("pure") else 0.74)
             yield self._knob(
                 "8-bit optimizer (torchao)",
@@ -174,9 +174,9 @@ class _Here:
             yield self._turned("optimizer states in host memory", {"optimizer_states": "host"})
 
     def _in_backward(self) -> Iterator[Knob]:
-        """The update of each parameter as soon as its gradient is there, which then goes: with a single
-        pass, and what it keeps recomputed. No plan does that, since an update that has begun could
-        not be undone."""
+        """Updating each parameter as soon as its gradient is available, which is then freed, with a
+        single pass and all blocks recomputed. No plan does that, since an update that has begun
+        could not be undone."""
         blocks = self._subject.blocks
         if self._subject.clip_norm is not None or self._num_ranks > 1 or not blocks:
             return
@@ -193,7 +193,7 @@ class _Here:
         )
 
     def _over_ranks(self) -> Iterator[Knob]:
-        """The model divided over the devices that there are, and over twice as many."""
+        """The model divided over the available devices, and over twice as many."""
         division = self._division
         if division is None:
             return
@@ -220,7 +220,7 @@ class _Here:
     def _divided(self, what: str, division: Division, remark: str) -> Knob:
         """The knob of a model that is divided over as many ranks as `division` has."""
         subject, smallest = self._subject, self._costs.sizes.smallest
-        if division.ranks > self._num_ranks:  # each has half of what there is to do
+        if division.ranks > self._num_ranks:  # each has half of the work
             identity = subject.identity
             changes = {
                 "global_batch": half_of(identity.global_batch, smallest),
@@ -246,7 +246,7 @@ class _Here:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The ledger of a plan's choice, and what turning one knob of it would do."""
+    """The ledger of a plan's choice, and the effects of turning one knob of it."""
 
     ledger: Ledger
     knobs: tuple[Knob, ...]
@@ -255,7 +255,7 @@ class Account:
 def account(subject: Subject, machine: Machine, plan: Plan) -> Account:
     """Account for the bytes of `plan`, made for `subject` on `machine`.
 
-    Raises whatever the model or loss raises on fake tensors.
+    Raises any exception that the model or loss raises on fake tensors.
     """
     device, choice = machine.device, plan.choice
     layout = Layout.of(plan)

@@ -1,4 +1,5 @@
-"""Make: a plan for a task on a machine, from what the search found and what the user should know."""
+"""Make: makes a plan for a task on a machine from the result of the search, with notices for the
+user."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ from anybatch.plans import LOSS_SCALED, Choice, Norms, Plan, Precision, Recomput
 from anybatch.units import format_bytes, format_seconds
 
 _PAYS = 1.05
-"""Dividing ghost batches has to be predicted to be this much faster: what meetings cost is known to no
-more than that."""
+"""Dividing ghost batches has to be predicted to be faster by this factor: the cost of synchronizing
+norms is not known more precisely."""
 
 _UNTRACED_MICRO_BATCH = 32
 
@@ -49,26 +50,27 @@ def make_plan(
     norms: Norms | None = None,
     notices: tuple[str, ...] = (),
 ) -> Plan:
-    """The plan for `subject` on `device`, or on several like it.
+    """Make the plan for `subject` on `device`, or on several devices like it.
 
     Args:
-        subject: the task, made ready.
-        device: where; its budget is kept in either case. With several ranks, the one that has least.
+        subject: the prepared task.
+        device: device with its budget, which the plan respects in any case. With several ranks, the
+            one with the least memory.
         wishes: what the user fixed.
-        limited: the user named the budget, so it is to be enforced.
-        layouts: those that the ranks may have, the one to take among equals first.
-        norms: where ghost batches of BatchNorm are computed; None: on one rank each, or divided over
-            the ranks where some would have none and the step is faster so.
-        notices: what the user should read, found elsewhere.
+        limited: whether the user named the budget, which is then to be enforced.
+        layouts: layouts that the ranks may have; the first is preferred among equals.
+        norms: where ghost batches of BatchNorm are computed; None: each on one rank, or divided
+            over the ranks if some would have none and the step is faster so.
+        notices: notices for the user from other sources.
 
     Raises:
-        NoPlanFits: no plan does.
-        InputError: a wish cannot be had.
+        NoPlanFits: no plan fits.
+        InputError: a wish cannot be met.
     """
     whole = layouts[0]
 
     def made(norms: Norms) -> Plan:
-        # Norms meet over ranks that have the whole model each.
+        # Norms are synchronized over ranks that hold the whole model each.
         open_to = layouts if norms == "ghosts" else [replace(whole, norms=norms)]
         plan = _make(subject, device, wishes, limited, open_to, notices)
         return with_kernels(plan, subject, wishes.compile, wishes.shapes_vary)
@@ -98,8 +100,8 @@ def _divided(
     plain: Plan | None,
     made: Callable[..., Plan],
 ) -> Plan | None:
-    """The plan that divides ghost batches over the ranks, if that pays: where each is computed by one
-    rank, some ranks are idle (`plain`), or none has the memory (None)."""
+    """The plan that divides ghost batches over the ranks, if that pays: in the plan that computes
+    each on one rank (`plain`), some ranks are idle, or no rank has the memory (None)."""
     identity, idle = subject.identity, num_idle(subject, layout)
     able = layout.parallel == "replicate" and len(layout.shares) > 1 and identity.ghost_batch
     if not able or wishes.micro_batch is not None or (plain is not None and not idle):
@@ -144,7 +146,7 @@ def _make(
     layouts: Sequence[Layout],
     notices: tuple[str, ...],
 ) -> Plan:
-    """The plan of the best of `layouts`."""
+    """The plan for the best of `layouts`."""
     whole, layout = subject, layouts[0]
     if layout.norms == "synchronised":
         # One ghost batch per pass: the micro-batch is a rank's part of it.
@@ -228,9 +230,9 @@ def _costs(
     enforced: bool,
     layouts: Sequence[Layout],
 ) -> list[Costs]:
-    """Of everything that the wishes leave open, the one to take among equals first: the more exact
-    precision, then states on the device before those in host memory, and a whole model before a divided
-    one.
+    """The costs of everything that the wishes leave open, in order of preference among equals: the
+    more exact precision first, then states on the device before those in host memory, and a whole
+    model before a divided one.
 
     Raises `InputError` if the model is to be divided and cannot be, and `Untraceable`.
     """
@@ -242,8 +244,8 @@ def _costs(
             setting = setting_of(one, device, precision, layouts[0], wishes.watch)
         except AnybatchError:
             raise
-        except Exception as error:  # whatever the user's code raises on fake tensors
-            if every:  # then it is this precision, which nobody asked for
+        except Exception as error:  # any exception of the user's code on fake tensors
+            if every:  # only this precision fails, which was not requested
                 continue
             first = Choice(micro_batch=1, evaluation_batch=1, precision=precision)
             raise Untraceable(first, error) from error
@@ -258,8 +260,8 @@ def _costs(
 
 
 def _on_host(costs: Costs) -> Costs | None:
-    """The same with the optimizer's states in host memory, and of a divided model all that it keeps;
-    None: that cannot be had."""
+    """The same costs with the optimizer states in host memory, and for a divided model everything
+    that it keeps; None if this is not supported."""
     subject, pace = costs.subject, costs.setting.pace
     if not pace.can_offload:
         return None
@@ -272,8 +274,8 @@ def _on_host(costs: Costs) -> Costs | None:
 
 
 def _in_chunks(here: Sequence[Costs], wishes: Wishes) -> Iterator[Costs]:
-    """`here`, and the same with the loss in chunks; what the wishes leave of both. Raises `InputError`
-    if chunks were asked for and cannot be had, and `Untraceable`."""
+    """`here`, and the same with the loss in chunks, as far as the wishes allow. Raises `InputError`
+    if chunks were requested and are not possible, and `Untraceable`."""
     if wishes.chunked_loss is not True:
         yield from here
     if wishes.chunked_loss is False:
@@ -293,7 +295,7 @@ def _in_chunks(here: Sequence[Costs], wishes: Wishes) -> Iterator[Costs]:
 
 
 def _head_of(costs: Costs, wishes: Wishes) -> Head | None:
-    """The head whose logits can be left out. Raises `Untraceable`."""
+    """The head whose logits can be computed in chunks. Raises `Untraceable`."""
     if not costs.setting.pace.has_logits(costs.sizes.whole, PLAIN_LOGITS):
         return None
     choice = costs.choice(Recompute(), wishes.micro_batch or costs.sizes.low)
@@ -309,8 +311,8 @@ def _head_of(costs: Costs, wishes: Wishes) -> Head | None:
 def _ranks(
     one: Subject, device: Device, layouts: Sequence[Layout]
 ) -> Iterator[tuple[Layout, Subject]]:
-    """What a rank holds under each of `layouts` that the model allows. Raises `InputError` if the only
-    one cannot be had."""
+    """Each of `layouts` that the model supports, with the part of a rank under it. Raises
+    `InputError` if the only one is not supported."""
     for layout in layouts:
         if layout.parallel != "shard":
             yield layout, one
@@ -325,7 +327,7 @@ def _ranks(
 
 
 def _told_comparison(subject: Subject, found: Found) -> Iterator[str]:
-    """What a joint loss does to a step that is cut."""
+    """A notice on the effect of a joint loss on a step that is split into micro-batches."""
     if subject.compared and found.choice.micro_batch < found.sizes.whole:
         yield (
             f"The loss compares all {subject.compared:,} samples of a global batch, so each micro-batch"
@@ -348,8 +350,8 @@ def _told_idle(subject: Subject, layout: Layout, idle: int) -> str:
 
 
 def _told_exchange(seconds: StepSeconds, layout: Layout) -> Iterator[str]:
-    """What to say of whole models on ranks whose link was measured, and is so slow that one rank would
-    do a step sooner."""
+    """A notice for whole models on ranks whose link was measured, and is so slow that one rank
+    would finish a step sooner."""
     link = layout.link
     if link is None or not link.measured or layout.parallel != "replicate":
         return
@@ -379,7 +381,7 @@ def _why_divided(found: Found) -> str:
 def untraced_plan(
     subject: Subject, device: Device, wishes: Wishes, micro_batch: int, *, limited: bool
 ) -> Plan:
-    """A plan on one device that nothing was traced or predicted for; see `make_plan`."""
+    """A plan on one device without traces and predictions; see `make_plan`."""
     layout = Layout()
     plan = Plan(
         task=subject.identity,
@@ -392,7 +394,8 @@ def untraced_plan(
 
 
 def _first_try(subject: Subject, wishes: Wishes) -> Choice:
-    """For a model that cannot be traced: begin small, and let the ladder do the rest."""
+    """The first choice for a model that cannot be traced: a small micro-batch; the rest is left to
+    the ladder."""
     identity = subject.identity
     unit = min(identity.unit, identity.global_batch)
     size = wishes.micro_batch or min(subject.whole, max(unit, _UNTRACED_MICRO_BATCH // unit * unit))
@@ -409,8 +412,9 @@ def _untraced(size: int, wishes: Wishes) -> Choice:
 
 
 def _rungs(option: Option, layout: Layout) -> tuple[Choice, ...]:
-    """Those of the ladder that can be run: a pass is one ghost batch where they are divided."""
-    if layout.norms == "ghosts":  # of a reproducible run all have the grain
+    """The choices of the ladder that can be run: where ghost batches are divided, a pass is one
+    ghost batch."""
+    if layout.norms == "ghosts":  # in a reproducible run, all have the grain
         return option.ladder
     return tuple(r for r in option.ladder if r.micro_batch == option.choice.micro_batch)
 
@@ -421,7 +425,7 @@ def _can_try(layout: Layout) -> bool:
 
 
 def _meetings(subject: Subject, layout: Layout, found: Found) -> float:
-    """Seconds that ranks meet in norms in a step."""
+    """Seconds of a step that ranks spend synchronizing norms."""
     if layout.norms == "ghosts":
         return 0.0
     count = norms_that_meet(subject) or 0
@@ -431,7 +435,7 @@ def _meetings(subject: Subject, layout: Layout, found: Found) -> float:
 
 
 def default_ghost_notice(subject_ghost: int | None, asked: int | None) -> tuple[str, ...]:
-    """What to say of BatchNorm where the task leaves its batch open."""
+    """A notice on BatchNorm, if the task does not set its batch."""
     if subject_ghost is None or asked is not None:
         return ()
     notice = (
@@ -442,8 +446,8 @@ def default_ghost_notice(subject_ghost: int | None, asked: int | None) -> tuple[
 
 
 def _check(subject: Subject, wishes: Wishes, whole: int) -> None:
-    """Raises `InputError` for a micro-batch that the rank with most of the global batch, of `whole`
-    samples, cannot have."""
+    """Raises `InputError` for a micro-batch that is invalid for the rank with the largest part of
+    the global batch of `whole` samples."""
     size, identity = wishes.micro_batch, subject.identity
     if size is None:
         return
@@ -479,13 +483,13 @@ def _check_norms(norms: Norms, subject: Subject, layout: Layout, wishes: Wishes)
 
 
 def unpredicted(micro_batch: int) -> str:
-    """What to say where nothing is known of bytes and seconds."""
+    """The notice for a plan without predictions of bytes and seconds."""
     return f"Nothing is predicted: the run begins with a micro-batch of {micro_batch}."
 
 
 def as_measured(found: Plan, before: Plan) -> Plan:
-    """The plan that passes over real samples have `found` in place of one `before` that predicts
-    nothing, and says so."""
+    """The plan `found`, from passes over real samples, in place of the plan `before`, which
+    predicts nothing; a notice says so."""
     told = (
         "Bytes and seconds are measured instead, in passes over the first samples on this device."
         if notice == unpredicted(before.choice.micro_batch)
@@ -496,12 +500,12 @@ def as_measured(found: Plan, before: Plan) -> Plan:
 
 
 _WORTH_SAYING = 1.5
-"""Times faster that half precision has to be."""
+"""Half precision has to be faster by this factor to be mentioned."""
 
 
 def precisions_of(device: Device) -> tuple[Precision, ...]:
-    """What `device` computes in, the most exact first: half precision as autocast, and float16, whose
-    loss has to be scaled, only where there is no bfloat16."""
+    """The precisions that `device` supports, the most exact first. Half precision means autocast;
+    float16, whose loss has to be scaled, is included only if there is no bfloat16."""
     found: list[Precision] = ["fp32"]
     if device.has("tf32"):
         found.append("tf32")
@@ -513,7 +517,7 @@ def precisions_of(device: Device) -> tuple[Precision, ...]:
 
 
 def faster_notice(choice: Choice, sizes: Sizes, setting: Setting) -> Iterator[str]:
-    """What to say of `choice`, in float32 on a device that is much faster in bfloat16."""
+    """A notice for a `choice` in float32 on a device that is much faster in bfloat16."""
     if choice.precision not in ("fp32", "tf32") or not setting.device.has("bf16"):
         return
     now, half = (

@@ -1,7 +1,7 @@
-"""Ranks: what a plan for several devices means for one of them, and what it leaves free of its budget.
+"""Ranks: the part of one device in a plan for several, and the reserve of its budget.
 
-Each takes its part of the global batch and runs it as a device of its own; then gradients are added up
-over the link. This is all that planning knows of data parallelism.
+Each rank takes its part of the global batch and runs it as a single device would; then gradients
+are summed over the link. Planning knows nothing else of data parallelism.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from anybatch.machine import Device, DeviceKind
 from anybatch.plans import Balancing, Exchange, Link, Norms, Parallel, Plan, Sharding, StatesOn
 
 WHOLLY, EXACT = Sharding(), Exchange()
-"""All ranks divide one model; they tell each other everything in every step."""
+"""Defaults: all ranks divide one model, and they exchange everything in every step."""
 
 
 _LEAST: dict[DeviceKind, int] = {"cpu": 2 << 20, "cuda": 256 << 10}
 _PARTS: dict[DeviceKind, int] = {"cpu": 25, "cuda": 40}
-"""So many bytes at least, and one part in so many."""
+"""The reserve is at least `_LEAST` bytes, and at least one part in `_PARTS` of the budget."""
 
 
 def reserve_of(budget_bytes: int, kind: DeviceKind) -> int:
-    """Bytes of the budget that a plan leaves free on a device of that `kind`: for memory that a trace
-    does not see, such as that of libraries and of the interpreter."""
+    """Bytes of the budget that a plan leaves free on a device of this `kind`, for memory that a
+    trace does not cover, such as that of libraries and of the interpreter."""
     return max(_LEAST[kind], budget_bytes // _PARTS[kind])
 
 
 def budget_for(peak_bytes: int, kind: DeviceKind) -> int:
-    """The least budget that leaves `peak_bytes` beside its reserve."""
+    """The smallest budget that leaves `peak_bytes` after its reserve."""
     parts = _PARTS[kind]
     least = max(peak_bytes + _LEAST[kind], peak_bytes * parts // (parts - 1))
-    while least - reserve_of(least, kind) < peak_bytes:  # what rounding has left out
+    while least - reserve_of(least, kind) < peak_bytes:  # compensates for rounding
         least += 1
     return least
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The ranks that a plan is for, how they share a step, and what they tell each other. See `Plan`
-    for the fields; `link` is what the ranks have measured, None: they have not. `exchange` may be one
-    that the plan cannot have."""
+    """The ranks that a plan is for, how they share a step, and what they exchange. See `Plan` for
+    the fields. `link` is the link that the ranks measured; None: they have not measured it.
+    `exchange` may be one that the plan cannot use."""
 
     parallel: Parallel = "single"
     shares: tuple[float, ...] = (1.0,)
@@ -65,7 +65,7 @@ class Layout:
 
     @classmethod
     def of(cls, plan: Plan) -> Layout:
-        """Of the ranks of `plan`."""
+        """The layout of the ranks of `plan`."""
         return cls(
             plan.parallel,
             plan.shares,
@@ -77,19 +77,19 @@ class Layout:
         )
 
     def link_on(self, device: Device) -> Link:
-        """What joins these ranks, on devices like `device`: as measured, or as tabulated."""
+        """The link between these ranks, on devices like `device`: as measured, or as tabulated."""
         return self.link or tabulated_link(device)
 
     def link_within(self, device: Device) -> Link:
-        """What joins the ranks of one group that divides a model: of groups within machines, what is
-        tabulated for those, where the ranks of all machines have measured something slower."""
+        """The link between the ranks of one group that divides a model. For groups within
+        machines, this is the tabulated link if the ranks of all machines measured a slower one."""
         link = self.link_on(device)
         if self.sharding.group_size(len(self.shares)) == len(self.shares):
             return link
         return max(link, tabulated_link(device), key=lambda one: one.bytes_per_second)
 
     def fields(self, device: Device) -> dict[str, Any]:
-        """Those of `Plan` that say where and by whom."""
+        """The fields of `Plan` that describe devices and ranks."""
         several = self.parallel in ("replicate", "shard")
         return {
             "parallel": self.parallel,
@@ -115,20 +115,22 @@ def layouts_of(
     sharding: Sharding | None = None,
     exchange: Exchange | None = None,
 ) -> tuple[Layout, ...]:
-    """How the ranks on `devices`, one each, may share a step, before anything is measured: by the
-    nominal speed of their devices. The one to take among equals comes first.
+    """The ways in which ranks on `devices`, one each, may share a step, before anything is
+    measured: by the nominal speed of the devices. The one that is preferred among equals comes
+    first.
 
     Args:
-        devices: one for each rank.
-        parallel: as asked for; None leaves open whether the model is divided.
-        balance: as asked for; None: measured where the ranks' times tell something.
-        divisible: whether ranks may have parts of the model, which takes that they tell each other
-            everything in every step; else each has the whole.
-        link: what the ranks have measured to join them; None: nothing.
-        sharding: how the model is to be divided, which then it is; None: over all ranks, if at all.
-        exchange: what they are to tell each other; None: everything.
+        devices: one device for each rank.
+        parallel: as requested; None leaves open whether the model is divided.
+        balance: as requested; None: measured where the times of the ranks are meaningful.
+        divisible: whether ranks may hold parts of the model, which requires that they exchange
+            everything in every step; otherwise each holds the whole model.
+        link: the link that the ranks measured; None: they have not measured it.
+        sharding: how the model is divided, which also requests that it is; None: over all ranks, if
+            at all.
+        exchange: what the ranks are to exchange; None: everything.
 
-    Raises `InputError` if so many ranks cannot be parted into groups as `sharding` has them.
+    Raises `InputError` if the ranks cannot be partitioned into groups as `sharding` requires.
     """
     if sharding is not None and parallel is None and divisible:
         parallel = "shard"
@@ -144,7 +146,7 @@ def layouts_of(
     whole = Layout(
         parallel=parallel or "replicate",
         shares=(1.0,) * len(devices) if alike else tuple(s / max(speeds) for s in speeds),
-        # What ranks on one CPU measure is mostly what they take from each other.
+        # Ranks on one CPU mostly measure how much they slow down each other.
         balance=balance or ("fixed" if devices[0].kind == "cpu" else "measured"),
         link=link,
         sharding=sharding or WHOLLY,
@@ -156,8 +158,8 @@ def layouts_of(
 
 
 def of_one_rank(subject: Subject, layout: Layout) -> Subject:
-    """What the rank with the largest share computes if it holds the whole model: its part of the global
-    batch. `division_of` tells what it holds of one that is divided."""
+    """The computation of the rank with the largest share if it holds the whole model: its part of
+    the global batch. For a divided model, `division_of` describes the part that it holds."""
     identity = subject.identity
     sums = sums_of(identity, layout.shares)
     if len(layout.shares) == 1:
@@ -168,8 +170,8 @@ def of_one_rank(subject: Subject, layout: Layout) -> Subject:
         most = unit * num_ghosts(subject)
     else:
         parts = _parts(identity.global_batch, layout, unit)
-        # Whole ghosts: a micro-batch holds nothing else, but for one with all samples of the global
-        # batch.
+        # Whole ghost batches, of which micro-batches consist, except for one with all samples of the
+        # global batch.
         most = min(-(-max(parts) // unit) * unit, identity.global_batch)
     valid = subject.num_valid
     return replace(
@@ -182,10 +184,10 @@ def of_one_rank(subject: Subject, layout: Layout) -> Subject:
             }
         ),
         num_valid=valid and max(_parts(valid, layout, 1)),
-        # Of a divided model too: its gradients are there all the time, and both are traced at once.
+        # Also for a divided model: its gradients always exist, and both are traced together.
         sums=sums,
         flat=layout.parallel in ("replicate", "shard"),
-        families={},  # traces of the whole say nothing of a part
+        families={},  # traces of the whole do not apply to a part
         stages={},
         heads={},
     )
@@ -194,8 +196,8 @@ def of_one_rank(subject: Subject, layout: Layout) -> Subject:
 def rank_of(
     subject: Subject, layout: Layout, device: Device, states_on: StatesOn = "device"
 ) -> Subject:
-    """What the rank with the largest share computes, and holds. Raises `InputError` if the model is to
-    be divided and cannot be."""
+    """The computation and the memory of the rank with the largest share. Raises `InputError` if the
+    model is to be divided and cannot be."""
     one = of_one_rank(subject, layout)
     if layout.parallel != "shard":
         return one
@@ -204,26 +206,27 @@ def rank_of(
 
 
 def _parts(num_samples: int, layout: Layout, unit: int) -> list[int]:
-    """What each rank takes of so many samples."""
+    """Number of samples that each rank takes of `num_samples`."""
     ranks = range(len(layout.shares))
     return [len(share(num_samples, layout.shares, rank, unit)) for rank in ranks]
 
 
 def _part_of_padded(padded: int, layout: Layout, unit: int) -> int:
-    """What the rank with the largest share takes of a global batch of that padded size: whole units."""
+    """The part of a global batch of this padded size that the rank with the largest share takes, in
+    whole units."""
     part = padded * max(layout.shares) / sum(layout.shares)
     return math.ceil(part / unit) * unit
 
 
 def num_ghosts(subject: Subject) -> int:
-    """Ghost batches of a full global batch."""
+    """Number of ghost batches in a full global batch."""
     identity = subject.identity
     return len(ghosts(identity.global_batch, identity.ghost_batch or identity.global_batch))
 
 
 def pass_of(subject: Subject, layout: Layout) -> int:
-    """The most samples that a rank has in one pass where each ghost batch is divided over the ranks; at
-    least two, since a norm alone with one sample cannot be traced."""
+    """The maximum number of samples of a rank in one pass if each ghost batch is divided over the
+    ranks; at least two, since a norm with a single sample cannot be traced."""
     identity = subject.identity
     ghost = identity.ghost_batch or identity.global_batch
     parts = [
@@ -235,7 +238,7 @@ def pass_of(subject: Subject, layout: Layout) -> int:
 
 
 def num_idle(subject: Subject, layout: Layout) -> int:
-    """Ranks that would take part, but have no sample of their own, or no ghost batch, or no part of a
+    """Number of ranks that have a share, but no sample, no ghost batch, or no part of a
     reproducible step."""
     able = sum(1 for one in layout.shares if one > 0)
     identity = subject.identity
@@ -244,8 +247,8 @@ def num_idle(subject: Subject, layout: Layout) -> int:
 
 
 def norms_that_meet(subject: Subject) -> int | None:
-    """How many norms the model has that can be synchronised over ranks; None if one of them computes
-    its statistics in a way of its own."""
+    """Number of norms of the model that can be synchronized over ranks; None if one of them
+    computes its statistics in a custom way."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         norms = cut_norms(subject.build_model()).values()
     known = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
@@ -255,7 +258,7 @@ def norms_that_meet(subject: Subject) -> int | None:
 def division_of(subject: Subject, layout: Layout, device: Device) -> Division:
     """How the model is divided over the ranks of `layout`, on devices like `device`.
 
-    Raises `InputError` if the model or its optimizer cannot be.
+    Raises `InputError` if the model or its optimizer cannot be divided.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = subject.build_model()
@@ -272,6 +275,6 @@ def division_of(subject: Subject, layout: Layout, device: Device) -> Division:
 
 
 def half_of(global_batch: int, unit: int) -> int:
-    """What each of two devices takes of the part of one, in whole units (ghost batches)."""
+    """The part of each of two devices in the `global_batch` of one, in whole units (ghost batches)."""
     units = -(-global_batch // unit)
     return min(global_batch, -(-units // 2) * unit)

@@ -1,7 +1,9 @@
-"""Refusal: what to say when nothing fits: what would, and what each knob would buy.
+"""Refusal: the error that is raised when nothing fits, which names a budget that is enough and the
+savings of each knob.
 
-Of a model that cannot be traced, weights, gradients and optimizer states are known all the same. What
-does not fit so cannot be trained there, and on a device that is not here nothing else would tell.
+For a model that cannot be traced, weights, gradients and optimizer states are still known. If they
+do not fit, the model cannot be trained, and for a device that is not present nothing else would
+show this.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from anybatch.units import format_bytes, format_seconds
 _MOST_TRIES = 8
 
 _LEAST_ADVISED = 1 << 20
-"""Nothing is advised for a model that takes less."""
+"""No knobs are listed for a model that needs less."""
 
 
 def nothing_fits(searched: Sequence[tuple[Costs, Sequence[Recompute]]]) -> NoPlanFits:
-    """The error that names the least budget under which some choice would fit, of all ways of all costs
-    that were `searched`."""
+    """The error that names the smallest budget under which some choice would fit, among all
+    recompute methods of all `searched` costs."""
     every = [
         (costs, costs.choice(way, costs.sizes.smallest)) for costs, ways in searched for way in ways
     ]
@@ -56,9 +58,9 @@ def nothing_fits(searched: Sequence[tuple[Costs, Sequence[Recompute]]]) -> NoPla
 
 
 def _enough(costs: Costs, choice: Choice) -> tuple[int, int]:
-    """What `choice` is predicted to need, and the least budget for it, under which it still is. CUDA's
-    allocator gives back what nobody uses where it meets its limit, so under a larger one it may hold
-    more."""
+    """The bytes that `choice` is predicted to need, and the smallest budget for it, under which
+    this still holds. CUDA's allocator releases unused memory when it reaches its limit, so under a
+    larger limit it may hold more."""
     kind = costs.setting.device.kind
     peak = costs.least(choice)
     for _ in range(_MOST_TRIES if kind == "cuda" else 0):
@@ -76,7 +78,8 @@ def _divided(costs: Costs) -> str:
 
 
 def _knobs(leanest: Choice, costs: Costs) -> str:
-    """What the knobs that no plan turns by itself would buy."""
+    """A table of the bytes and seconds with each knob, starting from `leanest`; empty if there are
+    none."""
     found = knobs(costs, leanest)
     if not found:
         return ""
@@ -101,11 +104,11 @@ def _rows(found: Sequence[Knob]) -> Iterator[str]:
 def check_floor(
     subject: Subject, device: Device, layouts: Sequence[Layout], precision: Precision, why: str
 ) -> None:
-    """Raises `NoPlanFits` if not even weights, gradients and states fit `device`; `why` says for what
-    reason nothing else is known."""
+    """Raises `NoPlanFits` if not even weights, gradients and states fit on `device`; `why` is the
+    reason why nothing else is known."""
     try:
         num_bytes = min(_floor(subject, layout, device, precision) for layout in layouts)
-    except Exception:  # whatever the user's code raises on fake tensors
+    except Exception:  # any exception of the user's code on fake tensors
         return
     least = budget_for(num_bytes, device.kind)
     if least > device.budget_bytes:
@@ -118,7 +121,7 @@ def check_floor(
 
 
 def _floor(subject: Subject, layout: Layout, device: Device, precision: Precision) -> int:
-    """Bytes on one rank: of states only if they have to lie on the device."""
+    """Bytes on one rank; states are included only if they have to be on the device."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = subject.build_model()
         optimizer = subject.make_optimizer(model)

@@ -1,10 +1,10 @@
-"""Remembered plans: the choice that a rehearsal has confirmed, for the next run of the same task.
+"""Remembered plans: choices that a rehearsal has confirmed, for the next run of the same task.
 
-Measured peaks differ by some percent from run to run, so two searches may end at two choices. A
-remembered choice is the same every time and needs no trace; a rehearsal measures it again, and if it no
-longer fits, the search starts anew. So a key that is too coarse costs speed, never memory.
+Measured peaks differ by a few percent from run to run, so two searches may select two choices. A
+remembered choice is always the same and needs no trace; a rehearsal measures it again, and if it no
+longer fits, the search is repeated. So a key that is too coarse costs time, but never memory.
 
-Files lie in the user's cache folder, under the hash of what a choice depends on.
+Files are stored in the user's cache folder, under the hash of everything that a choice depends on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from anybatch.plans import Plan
 from anybatch.process.files import cache_folder
 
 _MOST = 200
-"""Files that are kept, the most recently used ones."""
+"""Maximum number of files; the most recently used ones are kept."""
 
 _PLAN: TypeAdapter[Plan] = TypeAdapter(Plan)
 
@@ -41,13 +41,13 @@ _PLAN: TypeAdapter[Plan] = TypeAdapter(Plan)
 def key_of(
     subject: Subject, devices: Sequence[Device], limited: bool, asked: Mapping[str, Any]
 ) -> str:
-    """The hash of what the choice for `subject` depends on.
+    """The hash of everything that the choice for `subject` depends on.
 
     Args:
         subject: the task.
-        devices: by rank.
-        limited: the user named the budget. Otherwise it is what happens to be free, and only its order
-            of magnitude counts.
+        devices: devices by rank.
+        limited: whether the user named the budget. Otherwise it is whatever is free, and only its
+            order of magnitude counts.
         asked: arguments that constrain the choice, by name.
     """
     facts = {
@@ -75,12 +75,12 @@ def key_of(
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """The place of one plan.
+    """The storage of one plan.
 
     Attributes:
         key: see `key_of`.
-        frontier: the plan is asked for with the whole frontier, which not every plan has.
-        passing: notices on the state of the machine now, which are not kept.
+        frontier: whether the plan is requested with the whole frontier, which not every plan has.
+        passing: notices on the current state of the machine, which are not stored.
     """
 
     key: str
@@ -88,8 +88,7 @@ class Remembered:
     passing: tuple[str, ...]
 
     def recall(self, device: Device) -> tuple[Plan | None, bool]:
-        """The plan, in the budget that `device` has now, and whether its frontier is what was asked
-        for."""
+        """The plan, with the current budget of `device`, and whether its frontier is as requested."""
         found = self.frontier and self._read("-frontier")
         if found:
             return self._now(found, device), True
@@ -97,7 +96,7 @@ class Remembered:
         return found and self._now(found, device), not self.frontier
 
     def keep(self, plan: Plan) -> None:
-        """Write the plan, if files can be written."""
+        """Store the plan, if files can be written."""
         lasting = tuple(notice for notice in plan.notices if notice not in self.passing)
         plan = plan.model_copy(update={"notices": lasting})
         for kind in ("", "-frontier") if self.frontier else ("",):
@@ -129,7 +128,7 @@ class Remembered:
 
 
 def _version() -> str:
-    with contextlib.suppress(PackageNotFoundError):  # found through PYTHONPATH
+    with contextlib.suppress(PackageNotFoundError):  # not installed: found through PYTHONPATH
         return version("anybatch")
     return ""
 
@@ -141,8 +140,8 @@ def _shape(leaf: Any) -> str:
 
 
 def _sources(users: Iterable[object]) -> Iterator[str]:
-    """Hashes of the files in which `users` are defined, or of their bytecode where there is no file.
-    Installed packages are left out: their versions stand for them."""
+    """Hashes of the files in which `users` are defined, or of their bytecode if there is no file.
+    Installed packages are skipped: their versions represent them."""
     installed = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
     for user in users:
         while isinstance(user, partial):

@@ -1,11 +1,11 @@
-"""Search: of all the ways to run a task within a budget, the one predicted to be fastest.
+"""Search: finds the way to run a task within a budget that is predicted to be fastest.
 
-What all choices of one search have in common (the layout of the ranks, the precision, where the
-optimizer's states lie) its `costs` know. In it a candidate is a way to recompute and a micro-batch: for
-each way a few traces find the largest micro-batch that fits (`largest`), and the rest is read off a
-line. Between nothing and everything lie subsets of the blocks (`subsets`). What is chosen is traced
-itself before it is taken. Every candidate that was looked at stays in the plan with the reason why it
-was not taken (`comparison`).
+The `costs` of a search hold the common settings of all of its choices (the layout of the ranks, the
+precision, the place of the optimizer states). Within a search, a candidate is a recompute method
+and a micro-batch: for each method, a few traces find the largest micro-batch that fits (`largest`),
+and the other sizes are interpolated. Between recomputing nothing and everything are subsets of the
+blocks (`subsets`). The selected choice itself is traced before it is accepted. Every candidate that
+was considered stays in the plan, with the reason why it was rejected (`comparison`).
 """
 
 from __future__ import annotations
@@ -36,30 +36,32 @@ from anybatch.planner.subsets import largest, leanest_subset, subsets
 from anybatch.plans import Candidate, Choice, FrontierPoint, Recompute
 
 PAYS = 1.03
-"""What all choices have in common is exchanged for another (a divided model, states in host memory, a
-lower precision) only where that is predicted to be so many times faster: predictions are no finer."""
+"""The common settings of all choices are replaced (by a divided model, states in host memory, a
+lower precision) only if that is predicted to be faster by this factor: predictions are not more
+precise."""
 
 
 _LITTLE = 0.5
-"""A step that takes at most this part of the room in one piece is not cut for the sake of memory."""
+"""A step that takes at most this fraction of the room in one piece is not split to save memory."""
 
 _TENSOR_CORES = 8
-"""Products in half precision are fastest where their sides are multiples of this."""
+"""Matrix products in half precision are fastest if their dimensions are multiples of this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The choice taken, and the others.
+    """The selected choice, and the others.
 
     Attributes:
-        option: the one taken.
-        setting, sizes: of the one taken.
-        rivals: nearly as fast by prediction, the fastest first.
+        option: the selected choice, with its costs.
+        setting, sizes: those of the selected choice.
+        rivals: choices that are predicted to be nearly as fast, fastest first.
         rejected: all others, with reasons.
         frontier: see `Plan`.
         fits: False only for a micro-batch that the user fixed against the prediction.
-        assumptions: that were made where the model was traced, in sentences.
-        otherwise: time of the fastest that fits with another layout; None: nothing does.
+        assumptions: assumptions that were made when the model was traced, as sentences.
+        otherwise: step time of the fastest choice that fits with another layout; None if there is
+            none.
     """
 
     option: Option
@@ -74,39 +76,40 @@ class Found:
 
     @property
     def choice(self) -> Choice:
-        """The one taken."""
+        """The selected choice."""
         return self.option.choice
 
     @property
     def seconds(self) -> StepSeconds:
-        """Of the one taken."""
+        """Step time of the selected choice."""
         return self.option.seconds
 
 
 def _told_writes(subject: Subject) -> tuple[str, ...]:
-    """Of buffers that passes write to. In a reproducible run the cut is a part of the task."""
+    """Notices on buffers that passes write to. In a reproducible run there are none, since the
+    split into grains is part of the task."""
     return () if subject.identity.grain is not None else depends_on_writes([*subject.written])
 
 
 def search(every: Sequence[Costs], wishes: Wishes) -> Found:
-    """The fastest choice that is predicted to fit the budget of the device, of all that `every` one of
-    the costs knows of. They are given with the one to take among equals first.
+    """Find the fastest choice that is predicted to fit the budget of the device, among the choices
+    of `every` costs. The first costs are preferred among equals.
 
     Raises:
-        NoPlanFits: none does; with the least budget under which one would.
+        NoPlanFits: no choice fits; the error names the smallest budget under which one would.
         Untraceable: the model cannot be traced, even with nothing recomputed.
     """
     searches = [_Search(costs, wishes) for costs in every]
     best: _Search | None = None
     for one in searches:
         if best is not None and best.fits and best.seconds <= PAYS * one.least_seconds():
-            continue  # even with all the memory it can use
+            continue  # not faster, even with unlimited memory
         try:
             one.run()
         except Untraceable:
             if one.costs.head is None:
                 raise
-            continue  # a loss that cannot be taken in chunks can be taken as it is written
+            continue  # a loss that cannot be computed in chunks is computed as written
         if one.taken is not None and (best is None or one.beats(best)):
             best = one
     if best is None:
@@ -114,7 +117,7 @@ def search(every: Sequence[Costs], wishes: Wishes) -> Found:
     assert best.taken is not None
     for one in searches:
         one.look_at(best.taken)
-    # Before rivals are traced, so that all are compared by what was known when the choice was made.
+    # Before rivals are traced, so that the comparison uses what was known at the selection.
     passed = [candidate for one in searches for candidate in one.rejected(best)]
     points = frontier(every)
     rivals = rivals_of(best.taken, wishes, best.costs) if best.fits else ()
@@ -134,12 +137,12 @@ def search(every: Sequence[Costs], wishes: Wishes) -> Found:
 
 
 def _leaner_costs(taken: Costs, every: Sequence[Costs]) -> list[Costs]:
-    """What else all choices could have in common if memory ran out, each with all of the one before
-    it: the loss in chunks, then the states in host memory too."""
+    """Other settings that all choices can have in common if memory runs out, each in addition to
+    the one before it: the loss in chunks, then also the states in host memory."""
     found: list[Costs] = []
     last = _turned(taken)
     for other in sorted(every, key=lambda costs: (costs.states_on == "host", bool(costs.head))):
-        divided = other.subject.division is not None  # what it keeps cannot be moved in a run
+        divided = other.subject.division is not None  # its states cannot be moved during a run
         if other.setting is taken.setting and last < _turned(other) and not divided:
             found.append(other)
             last = _turned(other)
@@ -147,18 +150,19 @@ def _leaner_costs(taken: Costs, every: Sequence[Costs]) -> list[Costs]:
 
 
 def _turned(costs: Costs) -> frozenset[str]:
-    """What all choices have in common to need less memory."""
+    """The memory-saving settings that all choices have in common."""
     return frozenset(["head"] * bool(costs.head) + ["states"] * (costs.states_on == "host"))
 
 
 class _Search:
-    """One search, among choices that have the layout, the precision and the place of states in common.
+    """One search, among choices that have the layout, the precision and the place of states in
+    common.
 
     Attributes:
         costs: as given.
-        ways: to recompute, those that can be traced as far as is known.
-        taken: what `run` took; None: nothing fits.
-        fits: whether that fits.
+        ways: recompute methods that can be traced, as far as is known.
+        taken: choice that `run` selected; None: nothing fits.
+        fits: whether that choice fits.
     """
 
     def __init__(self, costs: Costs, wishes: Wishes) -> None:
@@ -174,17 +178,17 @@ class _Search:
 
     @property
     def step(self) -> StepSeconds:
-        """Time of what was taken, by part."""
+        """Step time of the selected choice, by part."""
         assert self.taken is not None
         return self.costs.step(self.taken)
 
     @property
     def seconds(self) -> float:
-        """Of what was taken."""
+        """Step time of the selected choice, in seconds."""
         return self.step.total
 
     def run(self) -> None:
-        """Find what is to be taken. Raises `Untraceable`."""
+        """Select a choice. Raises `Untraceable`."""
         if self._wishes.micro_batch is not None:
             self._run_pinned(min(self._wishes.micro_batch, self.costs.sizes.whole))
             return
@@ -194,14 +198,14 @@ class _Search:
             if self.costs.fits(best) and self.costs.least(best) <= self.costs.room:
                 self.taken, self.fits = best, True
                 return
-            fitting.remove(best)  # it fitted by the line alone, or its evaluation does not
+            fitting.remove(best)  # it fits only by interpolation, or its evaluation does not fit
 
     def least_seconds(self) -> float:
-        """Predicted time of a step if memory were no matter."""
+        """Predicted time of a step if memory were unlimited."""
         return min(map(self.costs.least_seconds, self.ways))
 
     def beats(self, other: _Search) -> bool:
-        """Whether what was taken here is to be taken in place of the `other`'s."""
+        """Whether the choice selected here is preferred to that of `other`."""
         assert self.taken is not None
         assert other.taken is not None
         if not (self.fits and other.fits):
@@ -211,8 +215,8 @@ class _Search:
         return PAYS * self.seconds < other.seconds
 
     def look_at(self, taken: Choice) -> None:
-        """Weigh what is to be compared with what was `taken` in some search, and all over the frontier
-        if that is asked for."""
+        """Consider the choices to compare with the one that was `taken` in some search, and those
+        along the whole frontier if that is requested."""
         costs = self.costs
         if taken.recompute in self.ways:
             with self._dropping():
@@ -225,7 +229,8 @@ class _Search:
                     costs.bytes(costs.choice(way, size))
 
     def rejected(self, best: _Search) -> Iterator[Candidate]:
-        """What was weighed here, or cannot be had, beside what was taken in the search `best`."""
+        """The candidates that were considered here, or cannot be run, without the one selected by
+        the search `best`."""
         costs, taken = self.costs, best.taken
         assert taken is not None
         yield from rejected(costs, taken, best.costs)
@@ -233,7 +238,7 @@ class _Search:
             yield impossible(error.choice, costs, f"could not be traced ({error})")
 
     def _fitting(self) -> list[Choice]:
-        """Choices that fit, by a trace or by the line, the fastest among them."""
+        """Choices that fit, according to a trace or by interpolation; the fastest is among them."""
         costs, sizes = self.costs, self.costs.sizes
         fitting: list[Choice] = []
         found: dict[Recompute, int] = {}
@@ -241,7 +246,7 @@ class _Search:
             if fitting and SAME_TIME * costs.least_seconds(way) >= costs.seconds(
                 self._best(fitting)
             ):
-                continue  # as fast at most, even with all the memory it can use
+                continue  # not faster, even with unlimited memory
             with self._dropping():
                 size = largest(way, costs)
                 if size is None:
@@ -252,14 +257,14 @@ class _Search:
                     costs.bytes(choice)
                 fitting += some
                 if size == sizes.whole:
-                    break  # what has all the memory it can use is not beaten by what computes more
+                    break  # more recompute cannot be faster than a method with all samples at once
         fitting = list(dict.fromkeys(fitting))
         with self._dropping():
             fitting += subsets(self.ways, found, fitting, costs)
         return fitting
 
     def _run_pinned(self, size: int) -> None:
-        """For a micro-batch that the user fixed: the way to recompute."""
+        """Select the recompute method for a micro-batch that the user fixed."""
         costs = self.costs
         fitting: list[Choice] = []
         for way in sorted(self.ways, key=lambda way: costs.seconds(costs.choice(way, size))):
@@ -278,8 +283,9 @@ class _Search:
         self.taken = self._best(choices) if fitting else min(choices, key=costs.peak)
 
     def _best(self, fitting: Sequence[Choice]) -> Choice:
-        """The fastest; of those as fast one piece, if it takes little of the room, then the one whose
-        passes are fullest, then whose products suit tensor cores, then the leanest."""
+        """The fastest choice. Among equals, a step in one piece is preferred if it takes little of
+        the room, then the fullest passes, then products that suit tensor cores, then the smallest
+        peak."""
         costs = self.costs
         fastest = min(map(costs.seconds, fitting))
         close = [choice for choice in fitting if costs.seconds(choice) <= fastest * SAME_TIME]
@@ -294,8 +300,9 @@ class _Search:
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
-        """Around traces: a way that cannot be traced is left out from then on, and told of. Without the
-        plain one, or the one that was asked for, nothing can be told at all."""
+        """Context for traces: a recompute method that cannot be traced is removed from then on, and
+        recorded. If this is the plain method, or the requested one, no methods remain if the loss
+        is in chunks, and otherwise the exception is raised."""
         try:
             yield
         except Untraceable as error:

@@ -1,4 +1,4 @@
-"""Setting and wishes: what a search is given; whether a run is held to its budget."""
+"""Setting and wishes: the inputs of a search, and whether a budget is enforced."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Watch = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the user fixed; None leaves it to the search.
+    """Constraints set by the user; None leaves the decision to the search.
 
-    `frontier` asks for ways that cannot win too, so that memory can be drawn against time. `compile` is
-    for the blocks of the model; `shapes_vary` tells that samples may differ in shape; `watch` is told
-    what is traced, in words, before it is.
+    `frontier` also considers recompute methods that cannot win, so that memory can be plotted
+    against time. `compile` applies to the blocks of the model; `shapes_vary` states that samples
+    may differ in shape; `watch` is called with a description of each trace before it starts.
     """
 
     precision: Precision | None = "fp32"
@@ -37,14 +37,14 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where and how a task runs, as one search needs it.
+    """Where and how a task runs, as needed by one search.
 
     Attributes:
-        device: one of the devices, all alike.
+        device: one of the devices, which are all alike.
         layout: the ranks, one on each device.
-        precision: of the model.
+        precision: precision of the model.
         pace: time of the task on the device in that precision.
-        correction: of predicted times, by earlier runs.
+        correction: correction of predicted times, from earlier runs.
         watch: see `Wishes`.
     """
 
@@ -63,10 +63,10 @@ def setting_of(
     layout: Layout | None = None,
     watch: Watch | None = None,
 ) -> Setting:
-    """What a search needs to know of `device`, for what one rank of `layout` computes (`subject`). A
-    device that is here is measured, if it was not before.
+    """The setting of a search on `device`, for the computation of one rank of `layout` (`subject`).
+    A device that is present is measured, unless it was before.
 
-    Raises whatever the model or loss raises on fake tensors.
+    Raises any exception that the model or loss raises on fake tensors.
     """
     if watch is not None:
         watch(f"counting the work of one pass in {precision}")
@@ -81,16 +81,16 @@ def setting_of(
 
 
 def is_enforced(subject: Subject, device: Device, wishes: Wishes, limited: bool) -> bool:
-    """Whether the budget of `device` is enforced, if the user named it (`limited`)."""
+    """Whether the budget of `device` is enforced, given whether the user named it (`limited`)."""
     if not (limited and device.present and can_enforce(device.kind)):
         return False
-    # On a CPU the compiler would take from the same budget.
+    # On a CPU, the compiler would use memory of the same budget.
     return not (device.kind == "cpu" and (wishes.compile or subject.compiled))
 
 
 def budget_notices(subject: Subject, device: Device, limited: bool) -> Iterator[str]:
-    """What to say of a budget that is not enforced, but for the sake of blocks that the plan compiles,
-    whose own notice says so."""
+    """Notices on the budget, such as that it is not enforced. If it is not enforced because the
+    plan compiles blocks, the plan has another notice for that."""
     if limited and device.present:
         if not can_enforce(device.kind):
             yield (

@@ -1,15 +1,16 @@
-"""The largest micro-batch that fits, and which blocks to recompute where none is too much memory and
-all too much time.
+"""Finds the largest micro-batch that fits, and the blocks to recompute where recomputing none takes
+too much memory and recomputing all takes too much time.
 
-Backward goes through the blocks from the last to the first. While it is at block k, what is alive is
-what blocks 1 to k - 1 have kept, and all of block k, kept or computed anew. So the last blocks are kept
-before the first ones are, and what counts of a set of blocks is the worst of these moments:
+Backward traverses the blocks from the last to the first. At block k, the memory in use consists of
+the activations that blocks 1 to k - 1 have kept, and all of block k, kept or recomputed. So the
+last blocks are kept before the first ones, and the memory of a set S of recomputed blocks is the
+maximum over these points:
 
     level(S) = max over k of ( sum of kept_j for j < k, j not in S ) + kept_k
 
-Blocks are kept by their time per byte, or by their time, whichever order is the better one, as long as
-there is room. What a subset frees follows from what each block keeps; whatever is chosen so is traced
-itself.
+Blocks are kept in order of time per byte, or of time, whichever order is better, as long as there
+is room. The memory that a subset frees is calculated from the bytes that each block keeps; the
+selected subset itself is traced.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from anybatch.planner.costs import Costs
 from anybatch.plans import Choice, Recompute
 
 _MOST_TRIES = 4
-"""Subsets of blocks that are traced for one micro-batch, each somewhat leaner than the last."""
+"""Maximum number of subsets of blocks that are traced for one micro-batch, each somewhat leaner
+than the previous one."""
 
 
 def subsets(
@@ -29,13 +31,14 @@ def subsets(
     fitting: Sequence[Choice],
     costs: Costs,
 ) -> list[Choice]:
-    """Choices that recompute some of the blocks, faster than what fits so far (`fitting`), each traced.
+    """Choices that recompute some of the blocks and are faster than what fits so far (`fitting`),
+    each traced.
 
     Args:
-        ways: those that are open to the search.
-        found: the largest micro-batch that fits, of ways that were looked at.
-        fitting: what fits so far.
-        costs: of all of them.
+        ways: recompute methods open to the search.
+        found: largest micro-batch that fits, for each method that was considered.
+        fitting: choices that fit so far.
+        costs: costs of all of them.
     """
     plain, everything = Recompute(), Recompute(blocks=costs.subject.blocks)
     if len(everything.blocks) < 2 or plain not in ways or everything not in ways:
@@ -46,7 +49,7 @@ def subsets(
     if top is None:
         return []
     chosen: list[Choice] = []
-    # At the plain way's own largest micro-batch one block recomputed would save no pass.
+    # At the largest micro-batch without recompute, recomputing one block would not save a pass.
     for size in costs.sizes.between(found.get(plain, 0), top):
         bar = min(map(costs.seconds, (*fitting, *chosen)), default=float("inf"))
         choice = leanest_subset(size, bar, costs)
@@ -56,8 +59,8 @@ def subsets(
 
 
 def leanest_subset(size: int, bar: float, costs: Costs) -> Choice | None:
-    """The blocks to recompute at micro-batch `size`, so that it fits, for the least time; None unless
-    that is less than `bar` seconds per step."""
+    """The choice that recomputes the blocks with which micro-batch `size` fits in the least time;
+    None if that is not less than `bar` seconds per step."""
     names, pace = costs.subject.blocks, costs.setting.pace
     kept = pace.block_bytes(size)
     seconds = pace.block_seconds(size)
@@ -66,7 +69,7 @@ def leanest_subset(size: int, bar: float, costs: Costs) -> Choice | None:
     highest, lowest = level(kept, ()), level(kept, range(len(kept)))
     if highest <= lowest or none <= every:
         return None
-    # What a trace shows to be freed in all is what the blocks free together.
+    # The difference between the traces is the memory that the blocks free together.
     per_byte = (none - every) / (highest - lowest)
     room = float(costs.room)
     for _ in range(_MOST_TRIES):
@@ -84,7 +87,7 @@ def leanest_subset(size: int, bar: float, costs: Costs) -> Choice | None:
 
 
 def level(kept: Sequence[float], recomputed: Collection[int]) -> float:
-    """Bytes at the worst moment of backward if the blocks numbered `recomputed` are computed anew."""
+    """Peak bytes during backward if the blocks with the indices `recomputed` are recomputed."""
     below = worst = 0.0
     for number, size in enumerate(kept):
         worst = max(worst, below + size)
@@ -96,21 +99,21 @@ def level(kept: Sequence[float], recomputed: Collection[int]) -> float:
 def cheapest(
     kept: Sequence[float], seconds: Sequence[float], most: float
 ) -> tuple[int, ...] | None:
-    """The blocks to recompute, by number, so that `level` is at most `most`, for little time; None
-    if even all of them are not enough.
+    """The indices of the blocks to recompute so that `level` is at most `most`, in little time;
+    None if recomputing all of them is not enough.
 
     Args:
         kept: bytes that each block keeps for backward, in order of forward.
-        seconds: time to compute each again.
-        most: bytes.
+        seconds: time to recompute each block.
+        most: maximum of `level`, in bytes.
     """
     everything = range(len(kept))
     if level(kept, everything) > most:
         return None
 
     def keeping(worth: Callable[[int], float]) -> tuple[int, ...]:
-        """What is left where all that fits is kept, the worthiest first; of equals the later one, which
-        backward needs first."""
+        """The blocks to recompute if as many as fit are kept, those with the highest `worth` first;
+        among equals the later block, which backward needs first."""
         chosen = set(everything)
         for number in sorted(everything, key=lambda number: (-worth(number), -number)):
             if level(kept, chosen - {number}) <= most:
@@ -129,7 +132,7 @@ _CLOSE_ENOUGH = 1.04
 
 
 def largest(way: Recompute, costs: Costs) -> int | None:
-    """The largest micro-batch of `way` that fits, or None if the smallest does not."""
+    """The largest micro-batch of `way` that fits; None if the smallest does not."""
     sizes = costs.sizes
 
     def fits(size: int) -> bool:
@@ -150,8 +153,8 @@ def largest(way: Recompute, costs: Costs) -> int | None:
 
 
 def _guess(way: Recompute, low: int, high: int, costs: Costs) -> int:
-    """Where the peak meets the room, if it grows in a straight line from `low` to `high`; kept off the
-    ends, so that a bend in the line costs few steps."""
+    """The micro-batch at which the peak reaches the room, if it grows linearly from `low` to
+    `high`; kept away from the ends, so that a bend in the line costs few steps."""
     least, most = (costs.peak(costs.choice(way, size)) for size in (low, high))
     part = (costs.room - least) / max(1, most - least)
     return low + int((high - low) * min(max(part, 0.02), 0.98))

@@ -1,8 +1,8 @@
-"""Plans: how a task runs on a machine, as frozen data that a person can read and edit.
+"""Plans: how a task runs on a machine, as immutable data that a person can read and edit.
 
-The planner writes plans and the engine runs them; they meet here and nowhere else. A plan says
-everything that the engine needs to know: the engine has no settings of its own. What to do when
-memory runs out after all is part of it too (`ladder`), so recovery needs no planner.
+The planner writes plans and the engine runs them; plans are their only interface. A plan contains
+everything that the engine needs: the engine has no other settings. It also contains the fallbacks for
+running out of memory (`ladder`), so recovery does not need the planner.
 """
 
 from anybatch.plans.candidates import Candidate as Candidate

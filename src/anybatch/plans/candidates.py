@@ -1,4 +1,4 @@
-"""Candidates: what choices were predicted to cost, and which of them were not taken."""
+"""Candidates: the predicted costs of choices, and the choices that were rejected."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from anybatch.units import format_bytes, format_seconds
 
 
 class Prediction(Frozen):
-    """What the plan is predicted to cost the rank with the largest share.
+    """Predicted cost of a plan, for the rank with the largest share.
 
     Attributes:
-        peak_bytes: most that the run adds to the device at any moment, as the budget counts it.
+        peak_bytes: peak memory that the run adds to the device, as counted by the budget.
         evaluation_peak_bytes: the same during evaluation alone.
-        commit_bytes: most that the update allocates: in the first step, which makes the optimizer's
-            state, and in later ones.
+        commit_bytes: peak memory that the update allocates: in the first step, which creates the
+            optimizer state, and in later ones.
         step_seconds: time of one global step.
-        by_kind: bytes when most is in use, by kind, and what is held beyond them at the peak.
-        totals: the most bytes at any time by each account of the device's memory: `allocated` (in
-            tensors), `active` (CUDA), `reserved` (by the allocator) and `total`. What earlier runs
-            taught is not in them.
-        choice: that it is for; None: not told.
-        method: how it was found, in words.
-        step_parts: seconds of the step by part (forward, backward, ...); they add up to
-            `step_seconds`.
-        seconds_method: how the time was found, in words.
-        learned_bytes: no longer written: what earlier runs added to the peak, in older plans.
-        seconds_corrected_by: factor learned from earlier runs, contained in the figures above.
-        corrected_runs: how many.
-        rehearsed: peak and passes were measured before the run.
+        by_kind: bytes by kind at the moment of most use, and bytes held in addition at the peak.
+        totals: maximum bytes at any time by each account of the device's memory: `allocated` (in
+            tensors), `active` (CUDA), `reserved` (by the allocator) and `total`. Corrections learned
+            from earlier runs are not included.
+        choice: the choice that was predicted; None: not recorded.
+        method: how the memory was predicted, in words.
+        step_parts: seconds of the step by part (forward, backward, ...); they add up to `step_seconds`.
+        seconds_method: how the time was predicted, in words.
+        learned_bytes: no longer written; in older plans, what earlier runs added to the peak.
+        seconds_corrected_by: factor learned from earlier runs, included in the values above.
+        corrected_runs: number of these runs.
+        rehearsed: whether the peak and the passes were measured before the run.
     """
 
     peak_bytes: int = Field(ge=0)
@@ -58,15 +57,15 @@ class Prediction(Frozen):
 
 
 class Candidate(Frozen):
-    """A choice that was weighed: what it would cost, and why it was not taken.
+    """A choice that was considered and rejected: its predicted cost and the reason.
 
     Attributes:
-        choice: the knobs.
+        choice: the settings.
         parallel: how the ranks would share a step; None: as in the plan.
-        peak_bytes: predicted peak; None: not known, since it could not be traced.
+        peak_bytes: predicted peak; None: unknown, since it could not be traced.
         step_seconds: predicted time of a step.
-        possible: whether it could be run at all.
-        reason: for which it was not taken.
+        possible: whether it could run at all.
+        reason: why it was rejected.
     """
 
     choice: Choice
@@ -78,7 +77,8 @@ class Candidate(Frozen):
 
 
 class FrontierPoint(Frozen):
-    """A choice that nothing else that was weighed beats in both bytes and time. See `Candidate`."""
+    """A choice for which no other choice considered is better in both memory and time. See
+    `Candidate`."""
 
     choice: Choice
     parallel: Parallel | None = None
@@ -87,12 +87,11 @@ class FrontierPoint(Frozen):
 
 
 class Rival(Frozen):
-    """Another choice that fits, and is predicted to be nearly as fast: so nearly that a rehearsal is to
-    decide.
+    """Another choice that fits and is predicted to be almost as fast, so that a rehearsal decides.
 
     Attributes:
-        choice, ladder, prediction: as those of a plan.
-        kernel_bytes: no longer written: read from older plans.
+        choice, ladder, prediction: see `Plan`.
+        kernel_bytes: no longer written; read from older plans.
     """
 
     choice: Choice

@@ -1,7 +1,7 @@
-"""Checks: what a plan has to be beyond the types of its fields.
+"""Checks: constraints on a plan beyond the types of its fields.
 
-Each raises `ValueError`, in a sentence that says what to change, so that it is told as any other fault
-of a plan that was read.
+Each check raises `ValueError` with a sentence that says what to change, so that it is reported like any
+other error of a plan that was read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check(plan: Plan) -> None:
-    """Raises `ValueError` if no engine could run `plan`."""
+    """Raises `ValueError` if the engine cannot run `plan`."""
     _check_ranks(plan)
     _check_exchange(plan)
     _check_grains(plan)
@@ -125,7 +125,7 @@ def _check_exchange(plan: Plan) -> None:
 
 
 def _check_grains(plan: Plan) -> None:
-    """What would make the bits of a reproducible run depend on the plan."""
+    """Raises `ValueError` if the bits of a reproducible run would depend on the plan."""
     grain, part = plan.task.grain, plan.task.part
     if (grain is None) != (part is None) or (grain and part and part % grain):
         raise ValueError(
@@ -206,7 +206,7 @@ def _check_choices(plan: Plan) -> None:
 
 
 def _choices(plan: Plan) -> Iterator[tuple[str, Choice]]:
-    """Every choice that may be run, with its place in the plan."""
+    """Every choice that may be run, with its location in the plan."""
     yield "choice", plan.choice
     for number, choice in enumerate(plan.ladder):
         yield f"ladder.{number}", choice

@@ -1,6 +1,6 @@
-"""Choice: the knobs of one device, and the kernels that compute the model.
+"""Choice: the settings of one device, and the kernels that compute the model.
 
-Turning any of them leaves the mathematics as it is.
+None of these settings changes the mathematics.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from anybatch.plans.frozen import Frozen
 Precision = Literal[
     "fp32", "tf32", "bf16", "fp16", "bf16-weights", "fp16-weights", "bf16-pure", "fp16-pure", "fp8"
 ]
-"""How numbers are held while training:
+"""Number formats used for training:
 
-`fp32`: everything in the dtype of the model. `tf32`: the same, matrix products in TensorFloat-32.
+`fp32`: everything in the dtype of the model. `tf32`: the same, with matrix products in TensorFloat-32.
 `bf16`, `fp16`: autocast; fp16 with loss scaling. `bf16-weights`, `fp16-weights`: half-precision
-weights, norms in float32, the optimizer on float32 master copies. `bf16-pure`, `fp16-pure`:
-everything in half precision, the optimizer too. `fp8`: matrix products of linear layers in float8,
-where device and torchao have it.
+weights, norms in float32, the optimizer on float32 master copies. `bf16-pure`, `fp16-pure`: everything
+in half precision, including the optimizer. `fp8`: matrix products of linear layers in float8, if the
+device and torchao support it.
 """
 
 LOSS_SCALED: frozenset[Precision] = frozenset({"fp16", "fp16-weights"})
-"""Those whose loss is scaled up against underflow of float16 gradients."""
+"""Precisions with loss scaling, which prevents underflow of float16 gradients."""
 
 PRECISION_ALIASES: dict[str, Precision] = {
     "O0": "fp32",
@@ -34,21 +34,21 @@ PRECISION_ALIASES: dict[str, Precision] = {
     "O2": "fp16-weights",
     "O3": "fp16-pure",
 }
-"""The names that NVIDIA Apex gave to the same four ideas."""
+"""NVIDIA Apex names of the corresponding precisions."""
 
 
 class Recompute(Frozen):
-    """Which activations are computed again in backward instead of being kept.
+    """Which activations are recomputed in the backward pass instead of being stored.
 
     Attributes:
-        blocks: names of modules, `*` matching any part (`"layers.*"`); empty: none.
-        keep: `"nothing"` inside a block, or the results of `"matmuls"` (and convolutions), which are
-            dear to compute and cheap to keep.
-        nested: a block that is an `nn.Sequential` becomes a tree of checkpoints, so a chain of n equal
-            layers keeps O(log n) activations.
-        to_host: what is kept is kept in host memory.
-        tiled: names of MLPs inside the blocks, which run in tiles along the sequence, each computed
-            again by itself.
+        blocks: names of modules, where `*` matches any part (`"layers.*"`); empty: none.
+        keep: what is stored inside a block: `"nothing"`, or the results of `"matmuls"` (and
+            convolutions), which are expensive to compute and cheap to store.
+        nested: a block that is an `nn.Sequential` becomes a tree of checkpoints, so that a chain of n
+            equal layers stores O(log n) activations.
+        to_host: whether stored activations are in host memory.
+        tiled: names of MLPs inside the blocks that run in tiles along the sequence, each of which is
+            recomputed separately.
     """
 
     blocks: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class Recompute(Frozen):
     tiled: tuple[str, ...] = ()
 
     def describe(self, named: bool = False) -> str:
-        """A few words for a table; with the names of several blocks if they are to be `named`."""
+        """Short description for a table; with the names of several blocks if `named`."""
         if not self.blocks:
             return "none, kept in host memory" if self.to_host else "none"
         names = f"{len(self.blocks)} blocks"
@@ -76,7 +76,8 @@ class Recompute(Frozen):
 
 
 def _joined(names: Iterable[str]) -> Iterator[str]:
-    """`names`, those that count up in one: `layers.0`, `layers.1`, `layers.2` are `layers.0-2`."""
+    """`names`, with consecutive numbers merged: `layers.0`, `layers.1`, `layers.2` become
+    `layers.0-2`."""
     parts = [(*name.rpartition("."), name) for name in names]
     for _, run in groupby(
         enumerate(parts),
@@ -88,29 +89,30 @@ def _joined(names: Iterable[str]) -> Iterator[str]:
 
 
 Update = Literal["as given", "fused", "in parts"]
-"""How the optimizer's update is run:
+"""How the optimizer update runs:
 
-`as given`: as the task's optimizer does it by itself. `fused`: by one kernel that stores nothing in
-between. `in parts`: some parameters at a time, so that what is stored in between is small.
+`as given`: as the task's optimizer does by default. `fused`: in one kernel, without temporary tensors.
+`in parts`: for some parameters at a time, so that temporary tensors are small.
 """
 
 StatesOn = Literal["device", "host"]
-"""Where the optimizer's states lie between updates."""
+"""Where the optimizer states are stored between updates."""
 
 
 FreedMemory = Literal["kept", "returned"]
-"""What the C library does with freed memory on a CPU under an enforced budget:
+"""How the C library handles freed memory on a CPU under an enforced budget:
 
-`kept`: for reuse, which is fast; holes between blocks stay in use. `returned`: to the kernel, so that
-only what is in use counts; each large block then costs a page fault for each of its pages.
+`kept`: it is kept for reuse, which is fast, but holes between blocks still count as used. `returned`:
+it is returned to the kernel, so that only memory in use counts, but each large block costs a page fault
+per page.
 """
 
 
 class Choice(Frozen):
-    """The knobs of one device.
+    """The settings of one device.
 
-    Where samples differ in length, a batch may hold as many as have, padded, the size of `micro_batch`
-    (or `evaluation_batch`) samples of the longest.
+    If samples differ in length, a batch may contain more samples, up to the padded size of
+    `micro_batch` (or `evaluation_batch`) samples of the longest length.
     """
 
     micro_batch: int = Field(ge=1, description="samples per forward pass")
@@ -127,11 +129,11 @@ class Choice(Frozen):
     )
 
     def trains_like(self, other: Choice) -> bool:
-        """Whether both train the same way; evaluation may differ."""
+        """Whether both choices train the same way; evaluation may differ."""
         return self == other.model_copy(update={"evaluation_batch": self.evaluation_batch})
 
     def describe(self) -> str:
-        """One line for a table or an event."""
+        """One-line description for a table or an event."""
         chunks = ", loss in chunks" if self.chunked_head else ""
         states = ", optimizer states in host memory" if self.optimizer_states == "host" else ""
         freed = ", freed memory returned" if self.freed_memory == "returned" else ""
@@ -142,11 +144,11 @@ class Choice(Frozen):
 
     @property
     def kind(self) -> tuple[Recompute, str, FreedMemory]:
-        """What passes of one kind have in common, whatever their size."""
+        """The settings that passes of the same kind share, regardless of their size."""
         return self.recompute, self.chunked_head, self.freed_memory
 
     def describe_update(self) -> str:
-        """How the update is run, and why, in a line; empty: as torch does by itself."""
+        """One-line description of how the update runs and why; empty: as torch does by default."""
         told = {
             "as given": "",
             "fused": "fused: one kernel, no temporary tensors",
@@ -157,12 +159,11 @@ class Choice(Frozen):
 
 
 class KernelChoices(Frozen):
-    """Which kernels compute the model, and in which layout. Results differ by rounding only.
+    """The kernels that compute the model, and their memory layout. Results differ only by rounding.
 
     Attributes:
-        channels_last: convolutions get their images with the channels innermost.
-        autotune: cuDNN times its algorithms for each shape when it first meets it, and keeps the
-            fastest.
+        channels_last: convolutions get images in the channels-last layout.
+        autotune: cuDNN times its algorithms for each new shape and uses the fastest.
         compile: the blocks of the model are compiled by `torch.compile`.
     """
 
@@ -171,7 +172,7 @@ class KernelChoices(Frozen):
     compile: bool = False
 
     def describe(self) -> str:
-        """A few words for a table; empty if nothing is chosen."""
+        """Short description for a table; empty if nothing is chosen."""
         told = [
             "channels-last convolutions" if self.channels_last else "",
             "autotuned by cuDNN" if self.autotune else "",

@@ -1,4 +1,4 @@
-"""Description: a plan in words."""
+"""Description: a plan as text or as a table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PARALLEL: dict[Parallel, str] = {
 
 
 def explained(plan: Plan) -> list[tuple[str, str]]:
-    """`plan` as (what, how) lines that a person reads in ten seconds."""
+    """`plan` as (what, how) lines that give a quick overview."""
     task, choice, told = plan.task, plan.choice, plan.prediction
     ghost = f"; BatchNorm over ghost batches of {task.ghost_batch}" if task.ghost_batch else ""
     if plan.norms == "synchronised":
@@ -83,7 +83,7 @@ def explained(plan: Plan) -> list[tuple[str, str]]:
 
 
 def in_one_line(plan: Plan) -> str:
-    """`plan` for a prompt of Python: what it is for, the choice, and what that is predicted to cost."""
+    """One-line summary of `plan` for its `repr`: the task, the choice, and the predicted cost."""
     device = plan.device_name or plan.device
     where = f"{plan.num_ranks} ranks of {device}" if plan.num_ranks > 1 else device
     rule = plan.task.batch_rule
@@ -95,11 +95,11 @@ def in_one_line(plan: Plan) -> str:
         step = format_seconds(plan.prediction.step_seconds)
         cost = f"predicted peak {format_bytes(plan.prediction.peak_bytes)}{budget}, step {step}"
     line = f"{whose}, {plan.choice.describe()}, on {where}; {cost}"
-    return " ".join(line.split())  # names may be of several lines
+    return " ".join(line.split())  # names may have line breaks
 
 
 def as_table(plan: Plan) -> str:
-    """`plan` as a table for the cell of a notebook."""
+    """`plan` as an HTML table for a notebook."""
     left = "style='text-align: left; vertical-align: top'"
     rows = "".join(
         f"<tr><th scope='row' {left}>{escape(what)}</th><td {left}>{escape(how)}</td></tr>"
@@ -125,7 +125,7 @@ def _cut(plan: Plan) -> str:
 
 
 def _ramp(plan: Plan) -> str:
-    """How the steps of each size run, where their number of samples grows."""
+    """How the steps of each size run, if the global batch is a `Ramp` in samples."""
     rule, size = read_rule(plan.task.batch_rule or "1"), plan.choice.micro_batch
     if not isinstance(rule, Ramp) or tokens_of(rule) or plan.norms == "synchronised":
         return ""
@@ -147,7 +147,7 @@ def _grains(grain: int, part: int, parts: int) -> str:
 
 
 def _precision(plan: Plan) -> str:
-    """The precision; and the dtype of weights that stay as the model has them, if not float32."""
+    """The precision, and the dtypes of parameters that stay as the model has them, unless float32."""
     name, dtypes = plan.choice.precision, plan.task.dtypes
     if dtypes in ((), ("float32",)) or name.endswith(("-weights", "-pure")):
         return name

@@ -1,4 +1,4 @@
-"""Frozen: what all parts of a plan are; how one is read, and how its faults are told."""
+"""Frozen: the base class of all parts of a plan; how plans are read and their errors reported."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from anybatch.errors import InputError, shortened
 
 
 class Frozen(BaseModel):
-    """Plain data that does not change, takes no other fields, and converts nothing silently."""
+    """Immutable data without extra fields and without implicit type conversion."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 _MOST_FAULTS = 8
-"""As many are listed."""
+"""Maximum number of errors that are listed."""
 
 
 def faults(error: ValidationError) -> str:
-    """Every fault that `error` holds, each with its place."""
+    """The errors in `error`, each with its location."""
     found = [_fault(item) for item in error.errors()]
     more = [f"and {len(found) - _MOST_FAULTS:,} more"] if len(found) > _MOST_FAULTS else []
     return "; ".join([*found[:_MOST_FAULTS], *more])
@@ -43,7 +43,7 @@ def _fault(item: Mapping[str, Any]) -> str:
 
 
 def read(path: str | os.PathLike[str]) -> str:
-    """The text in the file `path`. Raises `InputError` if there is none."""
+    """The text of the file `path`. Raises `InputError` if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -54,9 +54,9 @@ def read(path: str | os.PathLike[str]) -> str:
 
 
 def current(text: str, version: int, source: str) -> str:
-    """The plan in `text` without the fields that earlier releases wrote and none reads any more.
+    """The plan in `text` without fields that earlier releases wrote and that are no longer read.
 
-    Raises `InputError` unless `text` is a JSON object of that version of the format.
+    Raises `InputError` unless `text` is a JSON object with this `version` of the format.
     """
     try:
         data = json.loads(text)
@@ -65,7 +65,7 @@ def current(text: str, version: int, source: str) -> str:
             f"{source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno};"
             " mend it there, or plan the task anew."
         ) from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, say
+    except (ValueError, RecursionError) as error:  # such as a number with thousands of digits
         raise InputError(f"{source} cannot be read: {error}; plan the task anew.") from None
     if not isinstance(data, dict):
         raise InputError(

@@ -1,4 +1,4 @@
-"""Names: what users write where a plan's own words are meant."""
+"""Names: parses the option values that users write into the values of a plan."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from anybatch.plans.ranks import (
 from anybatch.units import check_count
 
 AS_WRITTEN = "as-written"
-"""BatchNorm over the whole global batch, as in a plain loop. It is of the task, not of the plan."""
+"""BatchNorm over the whole global batch, as in a plain loop. A setting of the task, not of the plan."""
 
 
 def parse_precision(text: str) -> Precision:
-    """The precision named `text`; O0 to O3 are understood. Raises `InputError` for another name."""
+    """The precision named `text`; the names O0 to O3 are accepted. Raises `InputError` for another
+    name."""
     known: tuple[str, ...] = Precision.__args__
     name = PRECISION_ALIASES.get(text.upper(), text.lower())
     if name not in known:
@@ -34,34 +35,34 @@ def parse_precision(text: str) -> Precision:
 
 
 def parse_open_precision(text: str) -> Precision | None:
-    """As `parse_precision`; None for `"auto"`, which leaves it open."""
+    """Like `parse_precision`, but returns None for `"auto"`, which leaves the precision open."""
     return None if text.lower() == "auto" else parse_precision(text)
 
 
 def parse_parallel(text: str | None) -> Parallel | None:
-    """The way of being parallel named `text`. Raises `InputError` for another name."""
+    """The `Parallel` value named `text`. Raises `InputError` for another name."""
     return _named("parallel", text, Parallel.__args__)
 
 
 def parse_norms(text: str | None) -> Norms | None:
-    """The place of norms named `text`. Raises `InputError` for another name."""
+    """The `Norms` value named `text`. Raises `InputError` for another name."""
     return _named("norms", text, Norms.__args__)
 
 
 def parse_norms_of_task(text: str | None) -> tuple[Norms | None, bool]:
-    """The place of norms named `text`, and whether the name was `AS_WRITTEN`, which leaves the place
-    open. Raises `InputError` for another name."""
+    """The `Norms` value named `text`, and whether the name was `AS_WRITTEN`, for which the value is
+    None. Raises `InputError` for another name."""
     found = _named("norms", text, (*Norms.__args__, AS_WRITTEN))
     return (None, True) if found == AS_WRITTEN else (found, False)
 
 
 def parse_balance(text: str | None) -> Balancing | None:
-    """The balance named `text`. Raises `InputError` for another name."""
+    """The `Balancing` value named `text`. Raises `InputError` for another name."""
     return _named("balance", text, Balancing.__args__)
 
 
 def parse_compile(value: object) -> bool:
-    """Whether blocks are to be compiled. Raises `InputError` for what is no answer to that."""
+    """Whether blocks are compiled. Raises `InputError` if `value` is not a bool."""
     if isinstance(value, bool):
         return value
     told = "" if value != "if-faster" else " Runs no longer try whether compiling is faster."
@@ -69,15 +70,15 @@ def parse_compile(value: object) -> bool:
 
 
 def parse_chunked_loss(value: object) -> bool | None:
-    """Whether the loss is to be in chunks; None: open. Raises `InputError` for anything else."""
+    """Whether the loss is computed in chunks; None: open. Raises `InputError` for any other value."""
     if value is None or isinstance(value, bool):
         return value
     raise InputError(f"chunked_loss is {value!r}: give True, False or None.")
 
 
 def parse_exchange(compress: str | None, local_steps: int, stale: bool) -> Exchange | None:
-    """The exchange that options ask for; None: the exact one. Raises `InputError` for what there is
-    not."""
+    """The `Exchange` for these options; None: the exact one. Raises `InputError` if they are not
+    supported."""
     check_count(local_steps, "local-steps")
     if local_steps > 1 and stale:
         raise InputError(
@@ -91,8 +92,8 @@ def parse_exchange(compress: str | None, local_steps: int, stale: bool) -> Excha
 
 
 def parse_sharding(over: int | None) -> Sharding | None:
-    """How a model is to be divided over so many ranks; None: that is open. Raises `InputError` for a
-    number that cannot be."""
+    """The `Sharding` over `over` ranks; None: open. Raises `InputError` if `over` is not a valid
+    number."""
     if over is None:
         return None
     check_count(over, "shard-over")

@@ -1,4 +1,4 @@
-"""Plan: how a task runs on a machine, whole."""
+"""Plan: the complete description of how a task runs on a machine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Point = TypeVar("Point", Candidate, FrontierPoint)
 
 
 class TaskIdentity(Frozen):
-    """The parts of a task by which a plan recognises it."""
+    """The properties of a task by which a plan recognizes it."""
 
     name: str
     global_batch: int = Field(ge=1, description="samples of the largest step")
@@ -79,12 +79,13 @@ class TaskIdentity(Frozen):
 
     @property
     def unit(self) -> int:
-        """Samples that no cut into micro-batches parts: a grain, a ghost batch of BatchNorm, or one."""
+        """Number of samples that is never split between micro-batches: a grain, a ghost batch of
+        BatchNorm, or one."""
         return self.grain or self.ghost_batch or 1
 
     @property
     def num_parts(self) -> int | None:
-        """Parts of a full step of a reproducible run; None: it is not one."""
+        """Number of parts in a full step of a reproducible run; None if it is not reproducible."""
         return None if self.part is None else num_units(self.global_batch, self.part)
 
 
@@ -92,31 +93,33 @@ class Plan(Frozen):
     """How one task runs on one machine.
 
     Attributes:
-        version: of this format.
-        task: which task it is for.
+        version: version of this format.
+        task: the task that the plan is for.
         parallel: how the ranks share a step.
-        shares: parts of the global batch that the ranks take, by rank; only their ratios count, and
-            zero is allowed. One for each rank, so their number is the number of ranks.
-        balance: `"measured"`: shares follow the ranks' measured speed; `"fixed"`: they stay.
+        shares: shares of the global batch, by rank; only their ratios count, and zero is allowed. There
+            is one for each rank, so their number is the number of ranks.
+        balance: `"measured"`: shares follow the measured speed of the ranks; `"fixed"`: they do not
+            change.
         norms: `"ghosts"`: each ghost batch of BatchNorm is computed by one rank; `"synchronised"`: each
-            is divided over the ranks, one per pass, and the norms of all ranks meet in it.
-        sharding: how a divided model is divided; see `Sharding`.
-        device: as torch names it; `"cuda"`: each rank its own.
-        exchange: what ranks tell each other; see `Exchange`.
-        link: what joins the ranks, as the prediction reckons with it; None: not told, or one rank.
-        kernels: which kernels compute the model; see `KernelChoices`.
-        device_name: for people.
+            is divided over the ranks, one per pass, with communication between all ranks in every norm.
+        sharding: how a sharded model is divided; see `Sharding`.
+        device: torch device name; `"cuda"`: each rank uses a different device.
+        exchange: what the ranks communicate; see `Exchange`.
+        link: the connection between the ranks that the prediction assumes; None: unknown, or one rank.
+        kernels: the kernels that compute the model; see `KernelChoices`.
+        device_name: device name for display.
         budget_bytes: memory that training may use on each device; None: not limited.
-        reserve_bytes: of these, what the plan keeps free for what is not predicted.
-        enforced: whether the run is held to the budget: on CUDA by the allocator, on a CPU by measuring
-            its passes.
-        choice: the knobs.
-        ladder: leaner choices, in order; the next one is taken when memory runs out.
-        prediction: bytes and seconds of `choice`.
-        rivals: choices that are predicted to be nearly as fast, the fastest first; a rehearsal takes
-            the one that is.
+        reserve_bytes: the part of it that the plan leaves free for memory that is not predicted.
+        enforced: whether the budget is enforced: on CUDA by the allocator, on a CPU by measuring
+            passes.
+        choice: the settings of each device.
+        ladder: leaner choices, in order; the next one is used when memory runs out.
+        prediction: predicted memory and time of `choice`.
+        rivals: choices that are predicted to be almost as fast, fastest first; a rehearsal selects the
+            fastest.
         rejected: the other candidates.
-        frontier: what memory buys in time, leanest first; with what does not fit the budget.
+        frontier: the trade-off between memory and time, leanest first, including choices that exceed
+            the budget.
         notices: sentences that the user should read before the run.
     """
 
@@ -154,7 +157,8 @@ class Plan(Frozen):
         return len(self.shares)
 
     def predicted_seconds(self, choice: Choice) -> float | None:
-        """The time of a step under `choice`, as far as it was predicted on the ranks of this plan."""
+        """The predicted time of a step under `choice`, or None if it was not predicted for the ranks of
+        this plan."""
         told = self.prediction
         if told is not None and (told.choice or self.choice).trains_like(choice):
             return told.step_seconds
@@ -165,7 +169,7 @@ class Plan(Frozen):
         return None
 
     def slowed(self, factor: float) -> Plan:
-        """The same plan, with the predicted times of all other choices multiplied by `factor`."""
+        """A copy of this plan with the predicted times of all other choices multiplied by `factor`."""
 
         def slower(points: Sequence[Point]) -> tuple[Point, ...]:
             return tuple(
@@ -179,38 +183,38 @@ class Plan(Frozen):
 
     @property
     def is_predicted(self) -> bool:
-        """Whether there is a prediction, and not one of another choice."""
+        """Whether there is a prediction, and it is for the current choice."""
         told = self.prediction
         return told is not None and told.choice in (None, self.choice)
 
     @property
     def largest_share(self) -> int:
-        """Samples of a full global batch that the rank with the largest share takes, at most; whole
+        """Maximum number of samples of a full global batch on the rank with the largest share, in whole
         ghost batches."""
         return self._largest_part(self.task.global_batch)
 
     @property
     def largest_amount(self) -> int:
-        """The same of a mean global batch in samples of the longest, as its prediction counts: fewer
-        than `largest_share` where samples differ in length."""
+        """Like `largest_share`, for a mean global batch in samples of the longest length, as the
+        prediction counts them: less than `largest_share` if samples differ in length."""
         task = self.task
         return self._largest_part(min(task.padded or task.global_batch, task.global_batch))
 
     @property
     def accumulation_steps(self) -> int:
-        """Passes for a full global batch, on the rank that has most; the most there can be, where
+        """Number of passes for a full global batch, on the rank with the most; an upper bound if
         samples differ in length."""
         return self.passes_for(self.task.global_batch)
 
     def passes_for(self, num_samples: int) -> int:
-        """The same for a step of so many samples."""
+        """Like `accumulation_steps`, for a step of `num_samples` samples."""
         if self.norms == "synchronised":
             return num_units(num_samples, self.task.ghost_batch or 1)
         return -(-self._largest_part(num_samples) // self.choice.micro_batch)
 
     def leaner(self) -> Plan | None:
-        """The plan to take when this one ran out of memory: the next rung of the ladder, or below the
-        last rung half the micro-batch. None: there is nothing leaner."""
+        """The plan to use after this one ran out of memory: the next rung of the ladder, or below the
+        last rung half the micro-batch. None: there is no leaner plan."""
         if self.ladder:
             return self.model_copy(update={"choice": self.ladder[0], "ladder": self.ladder[1:]})
         unit = min(self.task.unit, self.task.global_batch)
@@ -226,21 +230,23 @@ class Plan(Frozen):
         return self.model_copy(update={"choice": choice})
 
     def taking(self, rival: Rival) -> Plan:
-        """This plan with the choice of `rival`."""
+        """A copy of this plan with the choice, ladder and prediction of `rival`."""
         told = {name: getattr(rival, name) for name in ("choice", "ladder", "prediction")}
         return self.model_copy(update=told)
 
     def exchanging(self, exchange: Exchange) -> Plan:
-        """This plan with another `exchange` between its ranks. Raises `InputError` if they cannot have
-        it."""
+        """A copy of this plan with another `exchange` between its ranks. Raises `InputError` if this
+        plan does not support it."""
         return self._with("exchange", exchange, "a plan with this exchange")
 
     def running(self, kernels: KernelChoices) -> Plan:
-        """This plan with other `kernels`. Raises `InputError` if its device cannot have them."""
+        """A copy of this plan with other `kernels`. Raises `InputError` if this plan does not support
+        them."""
         return self._with("kernels", kernels, "a plan with these kernels")
 
     def _largest_part(self, whole: int) -> int:
-        """What the rank with the largest share takes of `whole`, at most; whole ghost batches."""
+        """Maximum number of `whole` samples on the rank with the largest share, in whole parts or ghost
+        batches."""
         task = self.task
         unit = 1 if self.norms == "synchronised" else task.part or task.ghost_batch or 1
         units = -(-whole // unit)
@@ -252,7 +258,7 @@ class Plan(Frozen):
         return Plan.from_json(json.dumps(data), source=source)
 
     def explain(self) -> list[tuple[str, str]]:
-        """The plan as (what, how) lines that a person reads in ten seconds."""
+        """The plan as (what, how) lines that give a quick overview."""
         return explained(self)
 
     def __repr__(self) -> str:
@@ -265,7 +271,7 @@ class Plan(Frozen):
         return as_table(self)
 
     def check_fits(self, identity: TaskIdentity) -> None:
-        """Raises `InputError` if this plan was made for another task than `identity`."""
+        """Raises `InputError` if this plan was made for a task other than `identity`."""
         differing = [
             f"{name} is {getattr(self.task, name)!r} in the plan and {getattr(identity, name)!r} in"
             " the task"
@@ -290,15 +296,15 @@ class Plan(Frozen):
             )
 
     def to_json(self) -> str:
-        """The plan as indented JSON text, which `from_json` reads back equal."""
+        """The plan as indented JSON text; `from_json` reads it back as an equal plan."""
         return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str, source: str = "the plan") -> Plan:
-        """The plan written as `text`. Raises `InputError` with the place of every fault."""
+        """Parse a plan from the JSON in `text`. Raises `InputError` with the location of each error."""
         text = current(text, VERSION, source)
         try:
-            # JSON has no tuples, so it is read by JSON's rules rather than Python's.
+            # JSON has no tuples, so pydantic's JSON mode is used instead of its Python mode.
             return cls.model_validate_json(text)
         except ValidationError as error:
             raise InputError(
@@ -306,14 +312,14 @@ class Plan(Frozen):
             ) from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to `path`, whole or not at all. Raises `InputError` if it cannot be."""
+        """Write the plan to `path` atomically. Raises `InputError` if it cannot be written."""
         remedy = "give a file in a folder that is there and has room"
         write_whole(path, self.to_json(), "the plan", remedy)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """The plan in the file `path`; without its prediction, and with a notice, if the choice was
-        edited. Raises `InputError` if there is none, or it has faults."""
+        """Load the plan in the file `path`. If its choice was edited, the prediction is removed and a
+        notice added. Raises `InputError` if the file cannot be read or has errors."""
         plan = cls.from_json(read(path), source=f"the plan {path}")
         told = plan.prediction
         if told is None or told.choice in (None, plan.choice):

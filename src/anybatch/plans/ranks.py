@@ -1,4 +1,4 @@
-"""Ranks: how they share a step, what they tell each other, and how long that takes."""
+"""Ranks: how they share a step, what they communicate, and how long that takes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from anybatch.units import format_rate, format_seconds
 Parallel = Literal["single", "replicate", "shard"]
 """How ranks share a step:
 
-`single`: one rank. `replicate`: the whole model on every rank, gradients added up once per step; a
-rank that fails leaves no other waiting. `shard`: parameters, gradients and optimizer state divided over
-the ranks (FSDP2).
+`single`: one rank. `replicate`: the whole model on every rank, gradients summed once per step; if a
+rank fails, no other rank hangs. `shard`: parameters, gradients and optimizer state sharded over the
+ranks (FSDP2).
 """
 
 
 def num_units(num_samples: int, unit: int) -> int:
-    """Whole units of so many samples, ghost batches or parts, that a step falls into. A rest of one
-    sample belongs to the unit before it."""
+    """Number of units of `unit` samples (ghost batches or parts) in a step of `num_samples` samples. A
+    remainder of one sample belongs to the unit before it."""
     whole, rest = divmod(num_samples, unit)
     return whole + (rest > 1 or (rest == 1 and whole == 0))
 
@@ -32,7 +32,8 @@ Balancing = Literal["measured", "fixed"]
 """Whether shares follow the measured speed of the ranks."""
 
 Compression = Literal["bf16", "fp16"]
-"""How gradients, or movements, are made smaller before they cross, see `Exchange`."""
+"""Dtype to which gradients, or movements of weights, are converted for communication; see
+`Exchange`."""
 
 _REMOVED = {
     "ddp": "runs use no DistributedDataParallel; choose 'replicate', which gives the same result",
@@ -42,37 +43,38 @@ _REMOVED = {
 
 
 def check_removed(value: object) -> object:
-    """`value`. Raises `ValueError` if it names something that anybatch no longer has."""
+    """Return `value`. Raises `ValueError` if it names something that anybatch no longer supports."""
     if isinstance(value, str) and value in _REMOVED:
         raise ValueError(_REMOVED[value])
     return value
 
 
 Reduce = Literal["every pass", "last pass"]
-"""When the ranks of a divided model add up their gradients."""
+"""When the ranks of a sharded model sum their gradients."""
 
 
 class Sharding(Frozen):
-    """How a model is divided, where `parallel` is `"shard"`.
+    """How a model is divided if `parallel` is `"shard"`.
 
     Attributes:
-        over: ranks that divide one model among them, such as those of one machine; groups of so many
-            replicate each other, and add up their gradients once per step (hybrid sharding, Zhao et al.
-            2023, "PyTorch FSDP", section 3.2.2). None: all ranks divide one model.
-        reduce: `"every pass"`: each rank keeps its part of the gradients; `"last pass"`: it keeps whole
-            gradients until the last pass of a step, so that they cross the network once, however many
-            passes there are. Weights in half precision with float32 masters are added up in every pass.
+        over: number of ranks that divide one model among them, such as those of one machine; groups of
+            this size replicate each other and sum their gradients once per step (hybrid sharding, Zhao
+            et al. 2023, "PyTorch FSDP", section 3.2.2). None: all ranks divide one model.
+        reduce: `"every pass"`: each rank stores only its part of the gradients; `"last pass"`: it
+            stores whole gradients until the last pass of a step, so that they are communicated once,
+            regardless of the number of passes. Gradients of half-precision weights with float32 masters
+            are summed in every pass.
     """
 
     over: int | None = Field(default=None, ge=1)
     reduce: Reduce = "every pass"
 
     def group_size(self, num_ranks: int) -> int:
-        """Ranks that divide one model among them, of so many in all."""
+        """Number of ranks that divide one model among them, out of `num_ranks`."""
         return self.over or num_ranks
 
     def describe(self, num_ranks: int) -> str:
-        """A few words for a table, for so many ranks."""
+        """Short description for a table, for `num_ranks` ranks."""
         size = self.group_size(num_ranks)
         among = "them" if size == num_ranks else f"groups of {size}, which replicate each other"
         more = ", gradients kept whole until the last pass" if self.reduce == "last pass" else ""
@@ -80,13 +82,13 @@ class Sharding(Frozen):
 
 
 class Outer(Frozen):
-    """The optimizer that moves the common weights after a round of local steps: stochastic gradient
+    """The optimizer that updates the shared weights after a round of local steps: stochastic gradient
     descent with Nesterov momentum on the mean movement of the ranks. The defaults are those of
     Douillard et al. 2023, "DiLoCo: Distributed low-communication training of language models".
 
     Attributes:
-        lr: 1 with no momentum is plain averaging.
-        momentum: of Nesterov's kind.
+        lr: learning rate; 1 without momentum is plain averaging.
+        momentum: Nesterov momentum.
     """
 
     lr: float = Field(default=0.7, gt=0, allow_inf_nan=False)
@@ -94,14 +96,14 @@ class Outer(Frozen):
 
 
 class Exchange(Frozen):
-    """What ranks tell each other, and how often. The default is exact; everything else changes the
-    mathematics of training, and is done because it was asked for.
+    """What the ranks communicate, and how often. The default is exact; every other setting changes the
+    mathematics of training and is used only on request.
 
     Attributes:
-        compress: gradients (or movements) cross in `"bf16"` or `"fp16"`.
-        every: optimizer steps that each rank takes by itself before weights are averaged.
-        outer: the optimizer that takes the averages; None: plain averaging.
-        stale: gradients are applied one step late, and cross while the next step computes.
+        compress: send gradients (or movements) in `"bf16"` or `"fp16"`.
+        every: number of optimizer steps that each rank takes independently before weights are averaged.
+        outer: the optimizer that applies the averages; None: plain averaging.
+        stale: apply gradients one step late, and communicate them while the next step computes.
     """
 
     compress: Annotated[Compression | None, BeforeValidator(check_removed)] = None
@@ -125,11 +127,11 @@ class Exchange(Frozen):
 
     @property
     def is_exact(self) -> bool:
-        """Whether the update is that of the synchronous step."""
+        """Whether the update equals that of a synchronous step."""
         return self.compress is None and self.every == 1 and not self.stale
 
     def describe(self) -> str:
-        """One line for a table."""
+        """One-line description for a table."""
         told = []
         if self.every > 1:
             how = (
@@ -146,7 +148,7 @@ class Exchange(Frozen):
         return "; ".join(told) or "exact, in every step"
 
     def notices(self) -> tuple[str, ...]:
-        """Sentences for whoever reads the plan; none if it is exact."""
+        """Sentences for readers of the plan; none if the exchange is exact."""
         if self.is_exact:
             return ()
         loss = ", and the loss that is reported is that of rank 0's share" if self.every > 1 else ""
@@ -158,16 +160,17 @@ class Exchange(Frozen):
 
 
 class Link(Frozen):
-    """What joins several ranks, as two numbers (the alpha-beta model, Thakur et al. 2005, "Optimization
-    of collective communication operations in MPICH"). A sum of B bytes over n ranks is made in a ring
-    (Patarasuk and Yuan 2009), of 2 (n - 1) hops one after the other, each with an n-th of the bytes:
+    """Speed of the connection between ranks, as two numbers (the alpha-beta model, Thakur et al. 2005,
+    "Optimization of collective communication operations in MPICH"). A sum of B bytes over n ranks is
+    computed in a ring (Patarasuk and Yuan 2009), in 2 (n - 1) consecutive hops, each with 1/n of the
+    bytes:
 
         seconds = 2 (n - 1) (hop_seconds + B / n / bytes_per_second)
 
     Attributes:
-        bytes_per_second: that a rank sends, while it receives as many.
-        hop_seconds: of a hop, however little it carries.
-        measured: whether the ranks have measured it; else it is tabulated.
+        bytes_per_second: rate at which a rank sends while it receives at the same rate.
+        hop_seconds: fixed time per hop, regardless of its size.
+        measured: whether the ranks measured the link; otherwise it is from a table.
     """
 
     bytes_per_second: float = Field(gt=0, allow_inf_nan=False)
@@ -178,14 +181,14 @@ class Link(Frozen):
     def through(
         cls, least: tuple[int, float], most: tuple[int, float], num_ranks: int
     ) -> Link | None:
-        """The link on which two sums take what was measured.
+        """The link that matches two measured sums.
 
         Args:
-            least, most: (bytes, seconds) of a sum so small that hops are most of it, and of a larger
-                one.
+            least, most: (bytes, seconds) of a sum so small that the fixed time of hops dominates, and
+                of a larger sum.
             num_ranks: at least 2.
 
-        Returns None if the larger one was not slower, so that they tell no speed.
+        Returns None if the larger sum was not slower, so that no speed can be derived.
         """
         hops = 2 * (num_ranks - 1)
         (few, least_seconds), (many, most_seconds) = least, most
@@ -199,12 +202,12 @@ class Link(Frozen):
         )
 
     def seconds(self, num_bytes: float, num_ranks: int) -> float:
-        """Seconds until `num_ranks` ranks have added up `num_bytes` each."""
+        """Seconds that `num_ranks` ranks need to sum `num_bytes` each."""
         hops = 2 * (num_ranks - 1)
         return hops * (self.hop_seconds + num_bytes / num_ranks / self.bytes_per_second)
 
     def describe(self, num_ranks: int) -> str:
-        """Where it comes from, and what it is, for a line of a table."""
+        """One-line description for a table: the source of the figures and their values."""
         what = (
             f"{format_rate(self.bytes_per_second)},"
             f" {format_seconds(self.seconds(0, num_ranks))} a collective"

@@ -1,4 +1,5 @@
 """The process: its memory, files, threads, signals, standard streams, and the libraries in it.
 
-Empty, so that a module of it loads nothing else: some run before anything slow is imported.
+This file is empty, so that importing a module of the package loads nothing else: some are used
+before any slow import.
 """

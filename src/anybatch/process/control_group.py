@@ -1,9 +1,9 @@
-"""The limits of Linux control groups (containers, batch jobs) on this process: memory and cores, as
-versions 1 and 2 of the interface give them.
+"""Limits of Linux control groups (containers, batch jobs) on this process: memory and cores, as
+reported by versions 1 and 2 of the interface.
 
-A group is nested in others, and each has limits of its own: the one that leaves least free holds. In a
-container `/proc/self/cgroup` may name a path of the host, while the root of the mounted files is the
-group itself; folders that are not there are skipped.
+Groups are nested, and each has separate limits: the limit that leaves the least free applies. In a
+container, `/proc/self/cgroup` may contain a path of the host, while the root of the mounted files
+is the group itself; folders that do not exist are skipped.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _NO_LIMIT = 1 << 60
-"""Version 1 writes the largest number of pages for no limit."""
+"""Version 1 represents the absence of a limit by the largest number of pages."""
 
 _LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 _USED = ("memory.current", "memory.usage_in_bytes")
-# Page cache and caches of the kernel, which are given up before anything is refused. Version 1 counts
-# the groups below only under names of its own.
+# Page cache and kernel caches, which are reclaimed before an allocation is refused. Version 1
+# counts child groups only under separate names.
 _RECLAIMABLE = (
     ("total_inactive_file", "total_active_file"),
     ("inactive_file", "active_file", "slab_reclaimable"),
@@ -27,14 +27,14 @@ _RECLAIMABLE = (
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What holds for this process; None: no limit, or not known.
+    """Limits of this process; None: no limit, or unknown.
 
     Attributes:
-        limit_bytes: memory of the group that has least left.
-        used_bytes: memory of that group in use, without what the kernel can reclaim.
-        file: the file with the limit.
-        cores: as many as may be used at a time.
-        oom_kills: processes killed for memory.
+        limit_bytes: memory limit of the group that has the least left.
+        used_bytes: memory in use in that group, without what the kernel can reclaim.
+        file: file that contains the limit.
+        cores: number of cores that may be used at a time.
+        oom_kills: number of processes killed for lack of memory.
     """
 
     limit_bytes: int | None = None
@@ -45,12 +45,12 @@ class Group:
 
     @property
     def free_bytes(self) -> int | None:
-        """What is left below the limit."""
+        """Memory that is left below the limit."""
         return None if self.limit_bytes is None else max(0, self.limit_bytes - self.used_bytes)
 
 
 def group_here(root: str | Path = "/") -> Group:
-    """The group of this process. `root`: of the file system."""
+    """The limits of this process's group. `root`: root of the file system."""
     folders = list(_folders(Path(root), "memory"))
     limit, used, file = min(
         (found for folder in folders for found in _limits(folder)),
@@ -62,14 +62,14 @@ def group_here(root: str | Path = "/") -> Group:
 
 
 def cores_of_group(root: str | Path = "/") -> float | None:
-    """Cores that may be used at a time; None: no limit."""
+    """Number of cores that may be used at a time; None: no limit."""
     return min(
         (quota for folder in _folders(Path(root), "cpu") for quota in _quotas(folder)), default=None
     )
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of the group with that controller and of those above it, those that are there."""
+    """The existing folders of the group with that controller, and of its parents."""
     base = root / "sys/fs/cgroup"
     paths: dict[str, tuple[Path, str]] = {}
     for line in _text(root / "proc/self/cgroup").splitlines():
@@ -78,7 +78,7 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
         for name in names.split(","):
             own = base / name
             paths[name] = (own if name and own.is_dir() else folder), path
-    # Version 2 has one tree for all controllers, and beside trees of version 1 a folder of its own.
+    # Version 2 has one tree for all controllers, in its own folder beside trees of version 1.
     second = base / "unified" if (base / "unified").is_dir() else base
     base, path = paths.get(controller) or (second, paths.get("", (second, "/"))[1])
     yield from _upwards(base, path)
@@ -95,7 +95,7 @@ def _upwards(base: Path, path: str) -> Iterator[Path]:
 
 
 def _limits(folder: Path) -> Iterator[tuple[int, int, str]]:
-    """(limit, in use, file) of memory."""
+    """(limit, memory in use, file) of each memory limit."""
     for name in _LIMITS:
         limit = _number(folder / name)
         if limit is not None and limit < _NO_LIMIT:

@@ -1,5 +1,5 @@
-"""Driver: what a process holds on a CUDA device beside the tensors of a run: of the driver, and of
-torch's allocator."""
+"""Driver: memory that a process holds on a CUDA device in addition to the tensors of a run: that of
+the driver, and of torch's allocator."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from functools import cache
 import torch
 
 TYPICAL_CONTEXT_BYTES = 832 << 20
-"""Context and kernels: 828 MiB in runs on an H200 with CUDA 13 (benchmarks/results/gpu.md). Drivers of
-2022 and 2023 showed 256 to 670 MiB (pull requests 86509 of PyTorch and 9413 of InvokeAI)."""
+"""Memory of context and kernels: 828 MiB in runs on an H200 with CUDA 13
+(benchmarks/results/gpu.md). Drivers of 2022 and 2023 used 256 to 670 MiB (pull requests 86509 of
+PyTorch and 9413 of InvokeAI)."""
 
 _LATER_BYTES = 128 << 20
-"""Kernels are loaded when they are first used, and few are by the time that the context is measured."""
+"""For kernels that are loaded later: kernels are loaded on first use, and few are loaded when the
+context is measured."""
 
 _MOST_BYTES = 2 << 30
-"""More is no context, but what other processes hold and the driver does not tell apart."""
+"""A larger value is not that of a context, but includes memory of other processes, which the driver
+does not distinguish."""
 
 
 def process_bytes_on(device: torch.device) -> int:
@@ -34,15 +37,15 @@ def process_bytes_on(device: torch.device) -> int:
                 return int(process.usedGpuMemory)
     except pynvml.NVMLError:
         pass
-    # In a container the driver may not know our number: then what is missing is taken as ours.
+    # In a container the driver may not know this process ID: then all used memory is counted.
     free, total = torch.cuda.mem_get_info(device)
     return total - free
 
 
 @cache
 def context_bytes(index: int) -> int:
-    """Bytes of this process's context on the CUDA device of that number, with what its kernels will
-    take; measured once, when a product and a convolution have loaded theirs."""
+    """Bytes of this process's context on the CUDA device with that index, plus what its kernels
+    will take. Measured once, after a matrix product and a convolution have loaded their kernels."""
     device = torch.device("cuda", index)
     matrix = torch.ones(64, 64, device=device, requires_grad=True)
     image = torch.ones(1, 8, 16, 16, device=device)
@@ -56,34 +59,34 @@ def context_bytes(index: int) -> int:
 
 
 def beside_bytes(device: torch.device, later: int = 0) -> int:
-    """Bytes that this process holds on a CUDA device beside torch's allocator: context, kernels,
-    libraries; with `later`, what it will take yet. A typical figure where the driver does not tell this
-    process from others."""
+    """Bytes that this process holds on a CUDA device outside torch's allocator (context, kernels,
+    libraries), plus `later`, which it has yet to take. A typical value if the driver does not
+    distinguish this process from others."""
     held = process_bytes_on(device) - torch.cuda.memory_reserved(device)
     return held + later if 0 < held <= _MOST_BYTES else TYPICAL_CONTEXT_BYTES
 
 
 def release_unused(device: torch.device) -> None:
-    """Let torch's allocator give back to the driver whatever segments nobody uses, so that what is
-    taken next does not depend on what was taken before. Of reference cycles only young ones are looked
-    for: all of them took 0.2 s on the host of an H200."""
+    """Make torch's allocator return unused segments to the driver, so that later allocations do not
+    depend on earlier ones. Only young reference cycles are collected: collecting all of them took
+    0.2 s on the host of an H200."""
     gc.collect(1)
     with torch.cuda.device(device):
         torch.cuda.empty_cache()
 
 
 def release_workspaces(device: torch.device) -> None:
-    """Let cuBLAS give up its workspaces on `device`, which it takes anew when it needs them, and
-    torch's allocator whatever nobody uses then. Those that a script's own passes took may lie in
-    segments of gigabytes, none of which could be given back."""
+    """Release cuBLAS's workspaces on `device`, which it allocates again when it needs them, and
+    then all unused segments of torch's allocator. Workspaces from a script's own passes may be in
+    segments of gigabytes, which could not be returned otherwise."""
     torch._C._cuda_clearCublasWorkspaces()
     release_unused(device)
 
 
 def take_workspaces(device: torch.device) -> None:
-    """Let cuBLAS and cuBLASLt have their workspaces on `device`, in this thread, which is forward's,
-    and in backward's. They keep them for good; taken before anything else, they lie beside the
-    tensors of a run, not between them."""
+    """Make cuBLAS and cuBLASLt allocate their workspaces on `device`, in this thread, which runs
+    forward, and in the thread of backward. Both libraries keep them permanently. If they are
+    allocated first, they are not located between the tensors of a run."""
     if device.type != "cuda":
         return
     weight = torch.ones(16, 16, device=device, requires_grad=True)
@@ -91,7 +94,7 @@ def take_workspaces(device: torch.device) -> None:
     def forward() -> torch.Tensor:
         return torch.nn.functional.linear(weight, weight, weight[0])
 
-    def again(_gradient: torch.Tensor) -> None:  # in backward's thread, as recompute does
+    def again(_gradient: torch.Tensor) -> None:  # runs in the backward thread, as recompute does
         torch.add(weight, 1)  # a first kernel: cuBLAS warns of a thread without a CUDA context
         forward()
 

@@ -1,7 +1,8 @@
-"""A run that is told to end before its first step: nothing is lost, so its status says: start me again.
+"""Signals that end a run before its first step. Nothing is lost, so the exit status requests a
+restart.
 
-A job may be preempted at any moment, also while torch is being imported or the plan is made. From its
-first step on the run answers signals itself, see `anybatch.runs.saving`.
+A job may be preempted at any time, also while torch is being imported or the plan is made. From its
+first step on, the run handles signals itself, see `anybatch.runs.saving`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from types import FrameType
 from anybatch.errors import Stopped
 
 MARK = "ANYBATCH_LAUNCHED"
-"""Environment variable of ranks that this package has started. What ends them, their agent tells."""
+"""Environment variable that is set in ranks started by this package. Their agent reports what ended
+them."""
 
 STOPPED_BY_HAND = 130
 """128 + SIGINT, as shells report it."""
@@ -26,7 +28,7 @@ STOPPED = "stopped by hand; nothing of the unfinished step was kept."
 _SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)
 )
-"""What asks a run to end, beside Ctrl-C, which may be pressed again."""
+"""Signals that request the end of a run, other than Ctrl-C, which may be pressed again."""
 
 BEFORE_THE_FIRST_STEP = (
     "the run was asked to stop before its first step: start it again with --resume."
@@ -34,14 +36,16 @@ BEFORE_THE_FIRST_STEP = (
 
 
 class StoppedEarly(BaseException):
-    """As `Stopped`, but passed on by what catches whatever a user's model raises, as planning does."""
+    """Like `Stopped`, but not caught by code that catches any exception of a user's model, such as
+    planning."""
 
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Within the block, in which libraries are imported and nothing is to be undone, Ctrl-C ends the
-    process, as do the other signals after `end_with_status_75`. An exception would be lost there: torch
-    is imported from C++, which clears it. Only in the main thread, and where nothing else answers."""
+    """Make Ctrl-C end the process immediately within the block, in which libraries are imported and
+    nothing has to be undone. The other signals do so after `end_with_status_75`. An exception would
+    be lost: torch is imported from C++, which clears it. This has an effect only in the main
+    thread, and for signals that have no other handler."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -64,7 +68,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def end_with_status_75() -> None:
-    """From now on signals to end raise `StoppedEarly` where nothing else handles them."""
+    """From now on, make termination signals raise `StoppedEarly` if they have no other handler."""
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
             if signal.getsignal(number) is signal.SIG_DFL:
@@ -72,7 +76,8 @@ def end_with_status_75() -> None:
 
 
 def over() -> None:
-    """The run answers signals itself, and after it the process does what it would without."""
+    """Restore the default action of the signals: the run handles them itself, and after it the
+    process behaves as usual."""
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
             if signal.getsignal(number) is _stop:
@@ -80,7 +85,7 @@ def over() -> None:
 
 
 def is_unanswered(number: int) -> bool:
-    """Whether the program has no handler of its own for the signal."""
+    """Whether the program has not installed a handler for the signal."""
     return signal.getsignal(number) in (signal.SIG_DFL, _stop)
 
 

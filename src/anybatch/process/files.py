@@ -1,5 +1,5 @@
-"""Files and folders that are there whole or not at all, files whose records are, and where the user's
-cache is."""
+"""Atomic writing of files and folders, files of atomic records, and the location of the user's
+cache."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from anybatch.errors import InputError
 
 
 def write_whole(path: str | os.PathLike[str], text: str, what: str, remedy: str = "") -> Path:
-    """Write `text` to `path`, whole or not at all, and return the path.
+    """Write `text` to `path` atomically, and return the path.
 
-    Raises `InputError`, which calls it `what` and ends with the `remedy`, if it cannot be written.
+    Raises `InputError` if it cannot be written. The message refers to it as `what` and ends with
+    `remedy`.
     """
     target = Path(path)
     if target.is_dir():
         raise InputError(f"{what} cannot be written to {target}: it is a folder; name a file.")
     partial = target.with_name(f".{target.name}.partial")
     try:
-        # Names of files that are not UTF-8 are in texts as surrogates.
+        # File names that are not UTF-8 appear as surrogates in the text.
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")
         partial.replace(target)
     except OSError as error:
@@ -37,37 +38,37 @@ def write_whole(path: str | os.PathLike[str], text: str, what: str, remedy: str 
 
 @final
 class Records:
-    """A file to which records are appended, each whole or not at all. A record is handed to the
-    operating system at once: what was appended survives a kill of the process.
+    """A file to which records are appended, each of them atomically. A record is passed to the
+    operating system at once, so appended records survive a kill of the process.
 
     Raises `OSError` if the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
-        # Unbuffered: a record that failed is not tried again, in part, when the file is closed.
+        # Unbuffered, so that closing the file does not write part of a failed record again.
         self._file = path.open("ab", buffering=0)
 
     def append(self, record: bytes) -> None:
-        """Append `record`. Raises `OSError` if it cannot be; those before stay as they are."""
+        """Append `record`. Raises `OSError` if this fails; earlier records stay unchanged."""
         rest = memoryview(record)
-        begin = self._file.seek(0, os.SEEK_END)  # not where one that failed left the position
+        begin = self._file.seek(0, os.SEEK_END)  # a failed write may have moved the position
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError:
-            # What is no regular file cannot be cut; the failure that is told is the one to write.
+            # Only regular files can be truncated; the error of the write is the one to raise.
             with contextlib.suppress(OSError):
                 self._file.truncate(begin)
             raise
 
     def close(self) -> None:
-        """Close the file. Closing twice does no harm."""
+        """Close the file. A second call has no effect."""
         self._file.close()
 
 
 def cache_folder() -> Path:
-    """The folder of this package in the user's cache folder: `$XDG_CACHE_HOME/anybatch`, or where the
-    system keeps caches."""
+    """The folder of this package in the user's cache folder: `$XDG_CACHE_HOME/anybatch`, or the
+    system's default location."""
     if named := os.environ.get("XDG_CACHE_HOME"):
         return Path(named) / "anybatch"
     if sys.platform == "win32":
@@ -82,10 +83,11 @@ def cache_folder() -> Path:
 def whole_folder(
     path: str | os.PathLike[str], what: str, *, replaces: bool = False, remedy: str = ""
 ) -> Iterator[Path]:
-    """A new folder to write into, which becomes `path` when the block has ended well. A folder that is
-    there stays until then, and is replaced if it is empty or `replaces`.
+    """Yield a new folder to write into, which becomes `path` when the block ends without an error.
+    An existing folder remains until then, and is replaced if it is empty or if `replaces` is set.
 
-    Raises `InputError`, which calls it `what` and ends with the `remedy`, if it cannot be written.
+    Raises `InputError` if it cannot be written. The message refers to it as `what` and ends with
+    `remedy`.
     """
     target = Path(path)
     partial = target.with_name(f".{target.name}.partial")

@@ -1,7 +1,7 @@
-"""Host memory that this process may use: the least of what the machine, its control group and the
+"""Host memory that this process may use: the minimum of what the machine, its control group and the
 limits of the process (`ulimit`) leave free.
 
-Beyond the first two the kernel kills processes; beyond the last it refuses memory.
+Beyond the first two, the kernel kills processes; beyond the last, it refuses allocations.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class HostMemory:
     """Bytes of memory on the host.
 
     Attributes:
-        total_bytes: most that this process could ever have.
-        free_bytes: what it could take now.
-        limit: what `free_bytes` comes from, in words; empty: the machine itself.
+        total_bytes: maximum that this process can ever have.
+        free_bytes: what it can allocate now.
+        limit: description of the limit that determines `free_bytes`; empty: the machine itself.
     """
 
     total_bytes: int
@@ -34,10 +34,10 @@ class HostMemory:
 
 
 def host_memory(group: Group | None = None, limits: bool = True) -> HostMemory:
-    """What this process may use now.
+    """The memory that this process may use now.
 
     Args:
-        group: its control group; None: as the kernel tells it.
+        group: its control group; None: as reported by the kernel.
         limits: whether `RLIMIT_AS` and `RLIMIT_DATA` count.
     """
     memory = psutil.virtual_memory()

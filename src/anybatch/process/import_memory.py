@@ -1,9 +1,9 @@
-"""Memory for the libraries themselves, before there is anything to plan.
+"""Memory for the import of the libraries, which is checked before anything can be planned.
 
-torch maps some hundred MiB of addresses. Under a limit on these (`ulimit -v`) its import ends in what
-the loader, C++ or a pool of threads make of it: an ImportError, a MemoryError, a crash. So what the
-limit leaves is compared with what torch's files ask for before they are loaded. An import that is
-refused memory later raises the same error.
+torch maps several hundred MiB of addresses. Under a limit on addresses (`ulimit -v`), its import
+fails in whatever way the loader, C++ or a thread pool reacts: an ImportError, a MemoryError, a
+crash. So the addresses that the limit leaves are compared with what torch's files need before they
+are loaded. An import that is refused memory later raises the same error.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from anybatch.errors import NoPlanFits
 
 _REFUSED = re.compile(r"cannot allocate memory(?! in static TLS)|failed to map segment", re.I)
 _RESERVE = 384 << 20
-"""For what comes with torch and the first plan: numpy, stacks of threads and their heaps, for each of
-which glibc reserves 64 MiB or more. With less they fail in ways that no handler sees."""
+"""Reserve for numpy, which is loaded with torch, for the first plan, and for the stacks and heaps
+of threads, for each of which glibc reserves 64 MiB or more. With less, they fail in ways that
+cannot be handled."""
 
 _LIBRARIES = ("c10", "torch_cpu", "torch_cuda", "torch_hip", "torch_python")
 _LOADED = 1  # PT_LOAD, the type of an ELF segment that is mapped
@@ -35,7 +36,7 @@ _REMEDY = (
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Inside, libraries are imported. Raises `NoPlanFits` if there is no memory for them."""
+    """Context for importing libraries. Raises `NoPlanFits` if there is not enough memory for them."""
     try:
         yield
     except (ImportError, MemoryError, OSError) as error:
@@ -45,7 +46,7 @@ def explained() -> Iterator[None]:
 
 
 def check_addresses() -> None:
-    """Raises `NoPlanFits` if the limit on this process's addresses leaves less than torch maps."""
+    """Raises `NoPlanFits` if the limit on this process's addresses leaves less than torch needs."""
     left = _addresses_left()
     if left is None or "torch" in sys.modules:
         return
@@ -56,7 +57,7 @@ def check_addresses() -> None:
 
 
 def mapped_bytes(library: Path) -> int:
-    """Addresses that a shared library takes; 0 where it is no 64-bit ELF file."""
+    """Bytes of addresses that a shared library takes; 0 if it is not a 64-bit ELF file."""
     with library.open("rb") as file:
         head = file.read(64)
         if head[:6] != b"\x7fELF\x02\x01":
@@ -69,8 +70,8 @@ def mapped_bytes(library: Path) -> int:
 
 
 def _files_of_torch() -> Iterator[Path]:
-    """The large ones that its import maps in any case."""
-    spec = find_spec("torch")  # which does not import it
+    """The large libraries that importing torch always maps."""
+    spec = find_spec("torch")  # does not import torch
     for folder in spec.submodule_search_locations or () if spec else ():
         for name in _LIBRARIES:
             path = Path(folder) / "lib" / f"lib{name}.so"
@@ -101,7 +102,8 @@ def _told(limit: int, free: int, what: str) -> str:
 
 
 def _addresses_left() -> tuple[int, int] | None:
-    """The limit on this process's addresses, and what it leaves, in bytes; None: there is none."""
+    """The limit on this process's addresses and the bytes that it leaves; None if there is no
+    limit."""
     if sys.platform != "linux":
         return None
     import resource

@@ -1,7 +1,7 @@
-"""Interrupts: Ctrl-C, held while something is done that has to be done whole.
+"""Interrupts: deferring Ctrl-C during operations that have to be completed.
 
-Python raises `KeyboardInterrupt` in the main thread, between any two instructions. Where that would
-leave half of something, the signal waits for the end of it.
+Python raises `KeyboardInterrupt` in the main thread between any two instructions. Where that would
+leave an operation half done, the signal is deferred until its end.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import TypeAlias
 Handler: TypeAlias = "Callable[[int, FrameType | None], object] | int | None"
 
 _is_held = False
-_then: Handler = None  # the handler that is put back when SIGINT is held no longer
+_then: Handler = None  # the handler to restore when SIGINT is no longer deferred
 
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Within the block SIGINT waits: what it does, it does at the end, as often as it came. Only in the
-    main thread, and where a handler of Python's answers it; elsewhere nothing is changed, as within
-    another such block."""
+    """Defer SIGINT to the end of the block, where it is raised as often as it was received. This
+    has an effect only in the main thread and if a Python handler is installed for SIGINT; a nested
+    block has no effect."""
     global _is_held, _then
     if (
         threading.current_thread() is not threading.main_thread()
@@ -44,15 +44,16 @@ def held() -> Iterator[None]:
         yield
     finally:
         _is_held = False
-        if signal.getsignal(signal.SIGINT) is note:  # else somebody has set another meanwhile
+        if signal.getsignal(signal.SIGINT) is note:  # otherwise another was set meanwhile
             signal.signal(signal.SIGINT, _then)
         for number in came:
             signal.raise_signal(number)
 
 
 def handle(number: int, handler: Handler) -> None:
-    """Have `handler` answer the signal `number`: SIGINT from when it is held no longer. For handlers
-    of other signals, which run also while it is held. None: as the operating system does."""
+    """Install `handler` for the signal `number`; for SIGINT while it is deferred, the handler is
+    installed at the end of the deferral. For use in handlers of other signals, which also run while
+    SIGINT is deferred. None: the default action of the operating system."""
     global _then
     handler = handler or signal.SIG_DFL
     if number == signal.SIGINT and _is_held:

@@ -1,9 +1,10 @@
-"""Libraries, and Python's collector of garbage: what they make when they are imported is none.
+"""Libraries and Python's garbage collector: objects that imports create are not garbage.
 
-torch, with what it brings, makes half a million objects. The collector looks at all of them again and
-again while they are made, and three times more as the interpreter ends. So it waits while libraries are
-imported. A process of anybatch's own, a command or a rank, does not look at them afterwards, and ends a
-second earlier. What the user's code makes comes later: it is collected and finalized as ever.
+torch and its dependencies create half a million objects. The collector would traverse all of them
+repeatedly while they are created, and three more times when the interpreter exits. So it is
+disabled while libraries are imported. A process that anybatch started, a command or a rank,
+excludes these objects from later collections, and exits a second earlier. Objects that the user's
+code creates come later: they are collected and finalized as usual.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ _sets_aside = False
 
 
 def stay() -> None:
-    """This process was started to run anybatch: what is loaded first stays to its end."""
+    """Mark this process as started to run anybatch: the libraries that are loaded first are kept
+    until it exits."""
     global _sets_aside
     _sets_aside = True
 
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Inside, libraries are imported, and nothing else is done in this thread. The first time that a
-    process of anybatch's own does it, a signal ends it at once.
+    """Context for importing libraries; nothing else may be done in this thread. In a process that
+    anybatch started, a signal ends the process at once during the first such block.
 
-    Raises `NoPlanFits` if there is no memory for them.
+    Raises `NoPlanFits` if there is not enough memory for them.
     """
     if _sets_aside:
         check_addresses()
@@ -50,5 +52,5 @@ def _uncollected() -> Iterator[None]:
     finally:
         if _sets_aside:
             gc.freeze()
-            _sets_aside = False  # what comes later may be the user's
+            _sets_aside = False  # later objects may be the user's
         gc.enable()

@@ -1,5 +1,5 @@
-"""Locks: a file that one writer at a time holds. The kernel gives it back when its holder dies, so what
-a killed process leaves is in nobody's way; and no process that was forked holds it on."""
+"""Locks: a file that one writer at a time holds. The kernel releases the lock when its holder dies,
+so files left by a killed process block no other; forked processes do not inherit the lock."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ except ImportError:  # not on Windows
     fcntl = None
 
 LOCK_SECONDS = 5.0
-"""How long another writer is waited for: one that is being stopped is gone by then."""
+"""How long to wait for another writer: one that is being stopped has exited by then."""
 
 _PAUSE_SECONDS = 0.05
 
 _held: set[str] = set()  # the system's lock is one per process; this makes it one per writer
 _changes = threading.Lock()
-_kept: dict[str, int] = {}  # by `kept_by_one`: in which thread
+_kept: dict[str, int] = {}  # locks of `kept_by_one`, with the thread that holds each
 
 
 @final
 class Release:
-    """Gives a lock back when it is called; a second call does nothing."""
+    """Releases a lock when it is called; a second call has no effect."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self._path: str = path
@@ -44,9 +44,9 @@ class Release:
 
 
 def take(path: Path, seconds: float | None = None) -> Release | None:
-    """Hold the file at `path`, which is made if it is not there, until what is returned is called. None
-    if another holds it for longer than `seconds` (None: `LOCK_SECONDS`). Raises `OSError` if it cannot
-    be made."""
+    """Acquire the lock file at `path`, which is created if it does not exist, until the returned
+    object is called. Returns None if another writer holds it for longer than `seconds` (None:
+    `LOCK_SECONDS`). Raises `OSError` if it cannot be created."""
     real = os.path.join(os.path.realpath(path.parent), path.name)
     deadline = time.monotonic() + (LOCK_SECONDS if seconds is None else seconds)
     while (release := _try(real)) is None:
@@ -58,9 +58,9 @@ def take(path: Path, seconds: float | None = None) -> Release | None:
 
 @contextlib.contextmanager
 def kept_by_one(path: Path) -> Iterator[bool]:
-    """Within the block this process holds the file at `path`, which is deleted at its end. Yields
-    whether it does: not if another one holds it for longer than `LOCK_SECONDS`. A block within such a
-    block of the same thread has it, too. Raises `OSError` if the file cannot be made."""
+    """Hold the lock file at `path` within the block, and delete it at the end. Yields whether the
+    lock was acquired: False if another writer holds it for longer than `LOCK_SECONDS`. A nested
+    block in the same thread yields True. Raises `OSError` if the file cannot be created."""
     real = os.path.join(os.path.realpath(path.parent), path.name)
     if _kept.get(real) == threading.get_ident():
         yield True
@@ -81,7 +81,7 @@ def kept_by_one(path: Path) -> Iterator[bool]:
 
 def _try(path: str) -> Release | None:
     with _changes:
-        if path in _held:  # to open and close the file again would give the lock back
+        if path in _held:  # opening and closing the file again would release the lock
             return None
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -91,8 +91,8 @@ def _try(path: str) -> Release | None:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 os.close(descriptor)
                 return None
-            # A file system without locks: writers that share a folder are not told apart there.
-        if not _is_at(descriptor, path):  # its holder has deleted it meanwhile
+            # A file system without locks: writers that share a folder are not excluded there.
+        if not _is_at(descriptor, path):  # its holder has since deleted it
             os.close(descriptor)
             return None
         _held.add(path)

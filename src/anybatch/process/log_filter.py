@@ -1,4 +1,5 @@
-"""Silence: what libraries log and this package tells in its own errors, or nobody could mend."""
+"""Log filter: silences logs of libraries that this package's own errors cover, or that users cannot
+act on."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def silenced(names: Iterable[str], up_to: int) -> Iterator[None]:
-    """The loggers of these `names` tell nothing that is no more severe than `up_to` (a level of
-    `logging`). Afterwards they are as they were."""
+    """Suppress messages of the loggers with these `names` that are no more severe than `up_to` (a
+    level of `logging`). The previous levels are restored afterwards."""
     levels = {logger: logger.level for logger in map(logging.getLogger, names)}
     for logger in levels:
         logger.setLevel(up_to + 1)

@@ -1,7 +1,8 @@
-"""Memory of this process, as its kernel counts it and its C library manages it.
+"""Memory of this process, as counted by the kernel and managed by the C library.
 
-Linux counts what a process has mapped and what is resident, and can begin a new peak on request; glibc
-can be told when to give memory back. Elsewhere these say so, or do nothing.
+Linux reports mapped and resident memory, and can reset the peak on request; glibc can be configured
+to return memory. On other systems, the functions here report that this is not available, or do
+nothing.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import threading
 from typing import Any, ClassVar
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
-_MMAP_MAX = 1 << 16  # glibc's own
+_MMAP_MAX = 1 << 16  # glibc's default
 _MOST_MMAP_THRESHOLD = 32 << 20  # on 64 bits
 _RETURN_FROM = 128 << 10  # glibc's thresholds at the start of a process
 
 
 def has_glibc() -> bool:
-    """Whether the C library is glibc, whose heap can be told what to do."""
+    """Whether the C library is glibc, whose heap can be configured."""
     return sys.platform == "linux" and hasattr(_glibc(), "mallopt")
 
 
@@ -31,16 +32,17 @@ def _glibc() -> Any:
 
 
 def return_freed_memory() -> None:
-    """Make glibc return freed memory to the kernel: each block from 128 KiB on is a mapping of its own,
-    which ends when it is freed. Elsewhere nothing."""
+    """Make glibc return freed memory to the kernel: each block of 128 KiB or more is a separate
+    mapping, which is unmapped when the block is freed. Has no effect with other C libraries."""
     _set_thresholds(_RETURN_FROM, _RETURN_FROM)
     _HOLES.fill()
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory for reuse, as it does in a process that has used large blocks. Its
-    thresholds no longer move by themselves once they were set, so they get the values up to which they
-    would have moved (`DEFAULT_MMAP_THRESHOLD_MAX`, and twice that). Elsewhere nothing."""
+    """Make glibc keep freed memory for reuse, as it does in a process that has used large blocks.
+    Once its thresholds have been set, they no longer adapt, so they are set to the values up to
+    which they would have grown (`DEFAULT_MMAP_THRESHOLD_MAX`, and twice that). Has no effect with
+    other C libraries."""
     _HOLES.empty()
     _set_thresholds(_MOST_MMAP_THRESHOLD, 2 * _MOST_MMAP_THRESHOLD)
 
@@ -52,16 +54,17 @@ def _set_thresholds(mmap_from: int, trim_from: int) -> None:
 
 
 def use_one_heap() -> None:
-    """Let all threads that start from now on have one heap in common (glibc), so that what one has
-    freed is there for any of them. To be called before libraries start theirs."""
+    """Make all threads that start from now on share one heap (glibc), so that memory that one
+    thread has freed is available to all of them. Has to be called before libraries start their
+    threads."""
     if has_glibc():
         _glibc().mallopt(_M_ARENA_MAX, 1)
 
 
 class _Holes:
-    """Holes of 128 KiB and more that glibc's heap has got while freed memory was kept. It prefers them
-    to new mappings, and pages in them do not go back to the kernel. So they are filled with blocks that
-    nobody writes to, which take addresses and no memory."""
+    """Holes of 128 KiB and more that glibc's heap has acquired while freed memory was kept. glibc
+    prefers them to new mappings, and their pages are not returned to the kernel. So they are filled
+    with blocks that are never written to, which take addresses but no memory."""
 
     def __init__(self) -> None:
         self._blocks: list[int] = []
@@ -69,7 +72,7 @@ class _Holes:
         self.num_bytes: int = 0
 
     def fill(self) -> None:
-        """Fill those that there are."""
+        """Fill the existing holes."""
         if free_in_heap() is None:
             return
         trim()
@@ -85,13 +88,13 @@ class _Holes:
                         self._blocks.append(address)
                         self.num_bytes += size
                         continue
-                    _free(address)  # from the end of the heap, which grew: no hole is so long
+                    _free(address)  # from the end of the heap, which grew: no hole is this long
                     size //= 2
             finally:
                 library.mallopt(_M_MMAP_MAX, _MMAP_MAX)
 
     def empty(self) -> None:
-        """Leave them to the heap again."""
+        """Return the filled holes to the heap."""
         with self._lock:
             for address in self._blocks:
                 _free(address)
@@ -107,14 +110,14 @@ def _free(address: int | None) -> None:
 
 
 def free_in_heap() -> int | None:
-    """Bytes that the heap holds and nobody uses; None where it does not tell (glibc before 2.33, other
+    """Bytes that the heap holds and that are not in use; None if unknown (glibc before 2.33, other
     C libraries)."""
     books = _books()
     return None if books is None else int(books.fordblks) + _HOLES.num_bytes
 
 
 def _books() -> Any:
-    """What glibc says of its heap; None where it does not."""
+    """Statistics of glibc's heap; None if they are not available."""
     ask: Any = getattr(_glibc(), "mallinfo2", None) if has_glibc() else None
     if ask is None:
         return None
@@ -135,13 +138,13 @@ class _MallInfo(ctypes.Structure):
 
 
 def filled_addresses() -> int:
-    """Addresses of data and of shared memory, without those that the heap has free (Linux). `trim` does
-    not change it."""
+    """Bytes of addresses of data and of shared memory, without free memory of the heap (Linux).
+    `trim` does not change it."""
     return status("VmData") - (free_in_heap() or 0) + status("RssShmem")
 
 
 def trim() -> None:
-    """Give back the pages that the heap keeps free (glibc)."""
+    """Return the pages that the heap keeps free to the kernel (glibc)."""
     trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -157,7 +160,7 @@ def status(field: str) -> int:
 
 
 def reset_peak() -> bool:
-    """Begin a new peak of resident memory. False where the kernel cannot."""
+    """Reset the peak of resident memory. Returns False if the kernel does not support it."""
     if sys.platform != "linux":
         return False
     try:

@@ -1,6 +1,8 @@
-"""Signatures of what the processes of a run tell each other as pickles, which run any code.
+"""Signatures of the pickles that the processes of a run exchange, since unpickling can execute any
+code.
 
-Whoever reaches a port of a run can write to it: other machines, and on one machine its other users.
+Any program that reaches a port of a run can write to it: on other machines, and on the same machine
+those of other users.
 """
 
 from __future__ import annotations
@@ -9,19 +11,21 @@ import hashlib
 import hmac
 
 SECRET = "ANYBATCH_RENDEZVOUS_SECRET"
-"""The environment variable with the secret that the processes of a run share. Several machines are
-given one; on one machine the ranks are given one of their own, which no other user can read."""
+"""Name of the environment variable with the secret that the processes of a run share. Several
+machines are given the same secret; on one machine the ranks get a generated one, which no other
+user can read."""
 
 _SIZE = hashlib.sha256().digest_size
 
 
 def signed(data: bytes, secret: str, purpose: str) -> bytes:
-    """`data` with a signature before it, which holds for the `secret` and this `purpose` alone."""
+    """`data`, prefixed with a signature that is valid only for this `secret` and this `purpose`."""
     return _signature(data, secret, purpose) + data
 
 
 def verified(data: bytes, secret: str, purpose: str) -> bytes | None:
-    """What was `signed`; None: not with this secret, or not for this purpose."""
+    """The data that was `signed`; None if the signature is not valid for this secret and this
+    purpose."""
     signature, data = data[:_SIZE], data[_SIZE:]
     if not hmac.compare_digest(signature, _signature(data, secret, purpose)):
         return None

@@ -1,7 +1,7 @@
-"""Threads that can be begun where memory is short, and how many can run at once.
+"""Starting threads when memory is short, and the number of threads that can run at once.
 
-`threading.Thread.start` waits until the new thread says that it runs. One that is refused memory before
-it comes to that ends without a word, and is waited for without end.
+`threading.Thread.start` waits until the new thread signals that it runs. A thread that is refused
+memory before that ends silently, and `start` waits for it forever.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from typing import final
 from anybatch.process.control_group import cores_of_group
 
 MOST_IDLE = 0.05
-"""A thread that is alone on its core is idle for less of the time: beyond that others disturb it."""
+"""Maximum fraction of time for which a thread that is alone on its core is idle: above it, other
+threads compete for the core."""
 
 _SECONDS = 10.0
-"""A thread that has not begun by then is not waited for."""
+"""How long to wait for a thread to begin."""
 
 
 def begin(work: Callable[[], None]) -> threading.Event | None:
-    """Run `work`, which raises nothing, in a new thread, which ends with the process.
+    """Run `work`, which must not raise, in a new thread, which ends with the process.
 
-    Returns an event that is set when `work` has ended; None if no thread could be begun: then `work`
-    has not run, and will not.
+    Returns an event that is set when `work` has ended; None if no thread could be started: then
+    `work` has not run, and will not.
     """
     claim, begun, ended = threading.Lock(), threading.Event(), threading.Event()
 
     def run() -> None:
         if not claim.acquire(blocking=False):
-            return  # it comes too late
+            return  # too late: `begin` has given up
         try:
             begun.set()
             work()
@@ -51,14 +52,14 @@ def begin(work: Callable[[], None]) -> threading.Event | None:
 
 @final
 class Reminder:
-    """Calls a function, once, if a block takes long.
+    """Calls a function once if a block takes too long.
 
-    One thread looks now and then, so entering a block is cheap. The function is called by that thread,
-    between `seconds` and an eighth more after the block began.
+    A single thread polls the time, so entering a block is cheap. The function is called by that
+    thread, when the block has taken between `seconds` and an eighth more.
 
     Args:
-        seconds: that a block may take.
-        tell: what is called.
+        seconds: time that a block may take.
+        tell: function to call.
     """
 
     def __init__(self, seconds: float, tell: Callable[[], object]) -> None:
@@ -69,7 +70,7 @@ class Reminder:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """The block."""
+        """Context for the block."""
         if not self._is_started:
             self._is_started = True
             begin(self._look)
@@ -80,7 +81,7 @@ class Reminder:
             self._begun = None
 
     def close(self) -> None:
-        """Nothing is called any more."""
+        """End the thread: the function is not called any more."""
         self._closing.set()
 
     def _look(self) -> None:
@@ -92,20 +93,20 @@ class Reminder:
 
 
 def num_cores() -> int:
-    """Cores that this process may use: those that it may run on, and no more than its control group may
-    use at a time."""
+    """Number of cores that this process may use: those that it may run on, but no more than its
+    control group may use at a time."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cores_of_group()
     return own if quota is None else max(1, min(own, int(quota)))
 
 
 class Stopwatch:
-    """Tells how much of the time since it was made the calling thread did not compute: for want of a
-    core, if it had nothing to wait for.
+    """Measures how much of the time since its creation the calling thread did not compute: for lack
+    of a core, if it had nothing to wait for.
 
     Args:
-        clock: seconds of the day.
-        busy: seconds that the thread has computed.
+        clock: wall-clock time, in seconds.
+        busy: time for which the thread has computed, in seconds.
     """
 
     def __init__(
@@ -117,6 +118,6 @@ class Stopwatch:
         self._begun = clock(), busy()
 
     def idle_seconds(self) -> float:
-        """In which it did not compute."""
+        """Seconds in which the thread did not compute."""
         passed, computed = self._clock() - self._begun[0], self._busy() - self._begun[1]
         return max(0.0, passed - computed)

@@ -1,4 +1,4 @@
-"""Causes: why pieces and whole differ, found by taking one thing away at a time."""
+"""Finds why pieces and whole differ, by removing one possible cause at a time."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from anybatch.errors import DataError
 from anybatch.proof.runs import Runs, deviation, number_of
 from anybatch.task import JointLoss, Loss, LossFunction
 
-_ALIKE_IN_FLOAT32 = 1e-5  # relative: of a loss
-_IGNORED = -100  # the label that counts nothing, as in torch
+_ALIKE_IN_FLOAT32 = 1e-5  # relative tolerance of a loss
+_IGNORED = -100  # label of ignored tokens, as in torch
 
-_SAME = 1e-12  # relative: of gradients that only the order of additions tells apart
-_TINY = 1e-12  # of losses that are relative to nothing
+_SAME = 1e-12  # relative tolerance of gradients that differ only by the order of additions
+_TINY = 1e-12  # lower bound of the loss that a tolerance is relative to
 
-_FACTOR = 2.0**10  # of a loss, changes no digit of a gradient in proportion
+_FACTOR = 2.0**10  # of a loss; as a power of two it changes no digit of a proportional gradient
 
-_BLOCKS = 8  # of which a loss is asked for its value
+_BLOCKS = 8  # number of blocks for which a loss is evaluated
 
 
 def causes_of(runs: Runs, tolerance: float) -> Iterator[str]:
-    """Whatever, taken away, takes the deviation away or most of it. Random draws are held still."""
+    """Yield a sentence for each cause whose removal eliminates the deviation or most of it. Random
+    draws are held fixed."""
     norms = [name for name, m in runs.model.named_modules() if _looks_across(m)]
     if fault := _is_no_number(runs, norms):
         yield fault
@@ -130,13 +131,13 @@ def causes_of(runs: Runs, tolerance: float) -> Iterator[str]:
 
 
 def draws(runs: Runs, *, still: bool = False) -> bool:
-    """Whether the model or the loss draws random numbers; `still`: such as cannot be held still."""
+    """Whether the model or the loss draws random numbers; `still`: ones that cannot be held fixed."""
     first = runs.gradient(runs.whole, seed=1, still=still)
     return deviation(first, runs.gradient(runs.whole, seed=2, still=still)) > _SAME
 
 
 def _is_no_number(runs: Runs, norms: Sequence[str]) -> str | None:
-    """What to say of a loss or a gradient that is no number, with the first sample that has one."""
+    """Describe a loss or gradient that is not finite, and name the first sample with such a loss."""
     loss = number_of(runs.returned(runs.whole, norms)[0])
     if math.isfinite(loss):
         if all(gradient.isfinite().all() for gradient in runs.gradient(runs.whole, still=True)):
@@ -160,14 +161,15 @@ def _is_no_number(runs: Runs, norms: Sequence[str]) -> str | None:
 
 
 def _kept_state(runs: Runs, tolerance: float, norms: Sequence[str]) -> Sequence[str] | None:
-    """Names of what a pass leaves to the next one, as far as modules show it; None: nothing."""
+    """Return the names of state that a pass leaves for the next one, as far as modules show it. None if
+    the loss of a second pass is the same."""
     first, again, kept = runs.twice(norms)
     near = max(tolerance, _ALIKE_IN_FLOAT32) * max(abs(first), _TINY)
     return kept if abs(first - again) > near else None
 
 
 def _frequent(runs: Runs) -> list[str]:
-    """Embeddings that divide gradients by how often ids come up, if that is what makes the pieces
+    """Return the embeddings that divide gradients by the frequency of ids, if this makes the pieces
     differ."""
     model = copy_of(runs.model)
     kinds = (nn.Embedding, nn.EmbeddingBag)
@@ -197,7 +199,7 @@ def _compares_samples(runs: Runs) -> bool:
 
 
 def _is_proportional(runs: Runs) -> bool:
-    """Whether a larger loss has a gradient that is larger in proportion."""
+    """Whether the gradient scales in proportion to the loss."""
     if isinstance(runs.task.loss, JointLoss):
         return True
     once = runs.gradient(runs.whole, still=True)
@@ -216,12 +218,12 @@ def _larger(loss: LossFunction, model: nn.Module, batch: object) -> Loss | Tenso
 
 
 def _fault_of_loss(runs: Runs, tolerance: float, names: Sequence[str]) -> str | None:
-    """What is wrong with how a loss that returns plain numbers averages, if it is that: told by its
-    values for a few blocks, for pairs of neighbours, and for the whole.
+    """Describe what is wrong with how a loss that returns plain numbers averages, or return None. This
+    is derived from its values for a few blocks, for pairs of neighboring blocks, and for the whole.
 
-    A mean over w_b counted elements in block b has, for two blocks, a value between theirs that
-    shows w_b's ratio; from the ratios follows the value of the whole. A loss that mixes samples
-    does not obey this.
+    If the loss is a mean over w_b counted elements in block b, its value for two blocks is between
+    theirs and gives the ratio of their w_b; the ratios determine the value of the whole. A loss that
+    mixes samples does not satisfy this.
     """
     if fault := _fault_of_sum(runs, names):
         return fault
@@ -232,12 +234,12 @@ def _fault_of_loss(runs: Runs, tolerance: float, names: Sequence[str]) -> str | 
         sizes = [b - a for a, b in pairwise(ends)]
         values = runs.losses(sizes, names)
         if values and all(value.isfinite() for value in values):
-            break  # no block is without anything that counts
+            break  # every block has something that counts
     one = runs.losses(runs.whole, names)
     if one is None or values is None:
         return None
     whole, blocks = float(one[0]), [float(value) for value in values]
-    # Many models compute the loss in float32 whatever they are in.
+    # Many models compute the loss in float32 regardless of their dtype.
     coarse = one[0].dtype != torch.float64
     alike = max(10 * tolerance, _ALIKE_IN_FLOAT32 if coarse else 0.0)
 
@@ -268,7 +270,7 @@ def _fault_of_loss(runs: Runs, tolerance: float, names: Sequence[str]) -> str | 
 
 
 def _fault_of_sum(runs: Runs, names: Sequence[str]) -> str | None:
-    """What is wrong with a loss whose sums or weights do not add up, as far as that shows."""
+    """Describe what is wrong with a loss whose sums or weights do not add up, or return None."""
     whole, parts = runs.sums(runs.whole, names), runs.sums(runs.pieces, names)
     if whole is None or parts is None:
         return None
@@ -301,8 +303,8 @@ def _fault_of_sum(runs: Runs, names: Sequence[str]) -> str | None:
 
 
 def _is_mean_over_tokens(runs: Runs, tolerance: float, names: Sequence[str]) -> bool:
-    """Whether pieces agree with the whole if each weighs as many as it has labels: all of them, or
-    those that are predicted from the token before."""
+    """Whether pieces agree with the whole if each is weighted by its number of labels: all labels, or
+    those that are predicted from the previous token."""
     if runs.losses(runs.whole, names) is None or _labels_of(runs.sample.batch) is None:
         return False
     ways = (partial(_by_labels, runs.task.loss, first) for first in (0, 1))
@@ -310,7 +312,7 @@ def _is_mean_over_tokens(runs: Runs, tolerance: float, names: Sequence[str]) -> 
 
 
 def _is_of_collate(runs: Runs) -> bool:
-    """Whether samples that are collated by themselves have other numbers, not only other padding."""
+    """Whether samples that are collated separately differ in values, not only in padding."""
     size = runs.pieces[0]
     with suppress(DataError):
         cut = runs.sample.collated_once().cut([size], runs.dtype)
@@ -319,16 +321,16 @@ def _is_of_collate(runs: Runs) -> bool:
 
 
 def _fault_is_of_padding(runs: Runs, tolerance: float) -> bool:
-    """Whether pieces that are cut from the whole batch agree with it, unlike those that are collated by
-    themselves."""
+    """Whether pieces that are sliced from the whole batch agree with it, unlike those that are collated
+    separately."""
     once = replace(runs, sample=runs.sample.collated_once())
-    with suppress(DataError):  # a batch that does not show its samples cannot be cut
+    with suppress(DataError):  # a batch whose samples are not known cannot be sliced
         return once.deviation_when(()) <= tolerance
     return False
 
 
 def _pairs(runs: Runs, sizes: Sequence[int], names: Sequence[str]) -> list[float]:
-    """What the loss returns for each block with the next one."""
+    """Return the loss of each block together with the next one."""
     found: dict[int, float] = {}
     for first in (0, 1):  # pairs that begin at even blocks, then at odd ones
         cut = [*sizes[:first]]
@@ -340,13 +342,13 @@ def _pairs(runs: Runs, sizes: Sequence[int], names: Sequence[str]) -> list[float
 
 
 def _labels_of(batch: object) -> Tensor | None:
-    """`labels` of tokens, `[batch, tokens]`, if there are any."""
+    """Return the `labels` of tokens, `[batch, tokens]`, if there are any."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     return labels if isinstance(labels, Tensor) and labels.dim() == 2 else None
 
 
 def _by_labels(loss: LossFunction, first: int, model: nn.Module, batch: object) -> Loss:
-    """What `loss` returns, as the mean over the labels from number `first` on that count."""
+    """Treat the value of `loss` as the mean over the non-ignored labels from index `first` on."""
     labels = _labels_of(batch)
     count = 0 if labels is None else int((labels[:, first:] != _IGNORED).sum())
     if not count:  # a mean over nothing is not a number
@@ -361,7 +363,8 @@ def _mean_of(values: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def _looks_across(module: nn.Module) -> bool:
-    """A norm with running statistics, torch's or (by its buffers) anybody's."""
+    """Whether `module` is a norm with running statistics, torch's or (judged by its buffers)
+    another."""
     return hasattr(module, "running_mean") and next(module.children(), None) is None
 
 

@@ -1,4 +1,4 @@
-"""Runs: one model over one sample, in one piece or in several."""
+"""Runs one model on one sample, in one piece or in several."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from anybatch.task import Loss, LossFunction, Task, parameters_in
 
 @dataclass(frozen=True)
 class Runs:
-    """What is run to prove or refute. Nothing of a run remains.
+    """Runs of one model for a proof. A run leaves no state behind.
 
     Attributes:
-        task: what is trained.
-        model: copied for each run.
-        sample: what it is run on.
+        task: the task to train.
+        model: the model, which is copied for each run.
+        sample: the data.
         pieces: sizes of the pieces.
-        ghost: size of ghost batches of BatchNorm, or None.
-        dtype: in which all is computed.
+        ghost: size of BatchNorm's ghost batches, or None.
+        dtype: dtype of the computation.
     """
 
     task: Task
@@ -50,7 +50,7 @@ class Runs:
 
     @property
     def whole(self) -> tuple[int]:
-        """The sample in one piece."""
+        """The size of the sample, as one piece."""
         return (self.sample.size,)
 
     def gradient(
@@ -64,8 +64,8 @@ class Runs:
         ghosts_kept: bool = True,
         seed: int = 0,
     ) -> list[Tensor]:
-        """The gradient of the mean loss over the sample, cut into `sizes`, with what `choice` does to
-        the model; see `calm` for `calmed` and `still`."""
+        """Compute the gradient of the mean loss over the sample, split into `sizes`, with the recompute
+        and chunked head of `choice`; see `calm` for `calmed` and `still`."""
         task, model = self.task, self._own_model()
         replica = Replica(
             model,
@@ -98,26 +98,26 @@ class Runs:
         return gradients
 
     def returned(self, sizes: Sequence[int], calmed: Sequence[str]) -> list[Any]:
-        """What the loss function returns for pieces in a row, with random draws held still."""
+        """Return what the loss function returns for each piece, with random draws held fixed."""
         model = self._own_model()
         with self._pieces(sizes) as pieces, self._calm(model, calmed), torch.no_grad():
             return [self.task.loss(model, piece) for piece in pieces]
 
     def losses(self, sizes: Sequence[int], calmed: Sequence[str]) -> list[Tensor] | None:
-        """The same, where these are plain means; else None."""
+        """Return the same as `returned` if all values are plain means, else None."""
         losses = self.returned(sizes, calmed)
         return losses if all(isinstance(loss, Tensor) for loss in losses) else None
 
     def sums(self, sizes: Sequence[int], calmed: Sequence[str]) -> list[Loss] | None:
-        """The same, where these are sums with weights; else None."""
+        """Return the same as `returned` if all values are sums with weights, else None."""
         losses = self.returned(sizes, calmed)
         if any(isinstance(loss, Tensor) for loss in losses):
             return None
         return [loss if isinstance(loss, Loss) else Loss(*loss) for loss in losses]
 
     def twice(self, calmed: Sequence[str]) -> tuple[float, float, Sequence[str]]:
-        """The loss of the first piece, that of the same piece again from the same model, and names of
-        what the first pass has changed in the model."""
+        """Return the loss of the first piece, its loss in a second pass of the same model, and the
+        names of state that the first pass changed in the model."""
         model = self._own_model()
         with self._pieces(self.pieces) as pieces, self._calm(model, calmed), torch.no_grad():
             again = copied(pieces[0])  # a loss may write to its batch
@@ -127,7 +127,7 @@ class Runs:
             return first, number_of(self.task.loss(model, again)), kept
 
     def drawn_elsewhere(self) -> list[str]:
-        """What passes draw from that is not torch's own generator, in words."""
+        """Describe the generators, other than torch's default one, that passes draw from."""
         model = self._own_model()
         sources: list[tuple[str, Callable[[], Any]]] = [
             ("random", random.getstate),
@@ -144,21 +144,21 @@ class Runs:
         return [*dict.fromkeys(name for (name, _), old, new in found if old != new)]
 
     def _own_model(self) -> nn.Module:
-        """A copy of the model in `dtype`; what is complex, in the complex one of that precision."""
+        """Return a copy of the model in `dtype`, or for complex tensors in its complex counterpart."""
         model = copy_of(self.model)._apply(partial(in_precision, dtype=self.dtype))
         return carry_hooks(self.model, model)
 
     def deviation_when(self, calmed: Sequence[str], loss: LossFunction | None = None) -> float:
-        """The deviation with random draws held still, and with some modules in evaluation mode or
-        another loss."""
+        """Return the deviation with random draws held fixed, and with the modules `calmed` in
+        evaluation mode or with another loss."""
         whole = self.gradient(self.whole, calmed=calmed, still=True, loss=loss)
         parts = self.gradient(self.pieces, calmed=calmed, still=True, loss=loss)
         return deviation(parts, whole)
 
     @contextmanager
     def _calm(self, model: nn.Module, names: Sequence[str], still: bool = True) -> Iterator[None]:
-        """See `calm`; in float64 if that is the dtype, whatever is written into model or loss. What the
-        loss keeps between calls is after it as before."""
+        """Enter `calm`, and compute in float64 if that is the dtype, regardless of dtypes in the code
+        of model or loss. State that the loss keeps between calls is restored afterwards."""
         with untouched(self.task.loss, aside=True), calm(model, names, still), self._in_dtype():
             yield
 
@@ -167,8 +167,8 @@ class Runs:
 
     @contextmanager
     def _pieces(self, sizes: Sequence[int], seed: int = 0) -> Iterator[list[Any]]:
-        """The sample in pieces, for what is drawn from `seed` on. They are collated before anything is
-        held still, since the data may draw, too."""
+        """Yield the sample in pieces, with torch's generator seeded by `seed`. Pieces are collated
+        before draws are held fixed, since the data may also draw random numbers."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             yield list(self.sample.cut(sizes, self.dtype))
@@ -177,7 +177,7 @@ class Runs:
 def _asks(
     replica: Replica, pieces: Sequence[Any], sizes: Sequence[int], cuts: Sequence[Sequence[int]]
 ) -> Iterator[Ask | None]:
-    """Whom each pass has to ask, as its turn comes; it then draws what its encodings drew."""
+    """Yield the `Ask` of each pass, after restoring the random state in which it was encoded."""
     if not replica.is_joint or len(sizes) == 1:
         yield from [None] * len(sizes)
         return
@@ -195,7 +195,7 @@ def _asks(
 
 
 def number_of(returned: Any) -> float:
-    """The number in what a loss function returned: a mean, or a sum with its weight."""
+    """Return the value of what a loss function returned: a mean, or the sum of a sum and its weight."""
     if isinstance(returned, tuple):
         returned = returned[0]
     return float(returned.sum if isinstance(returned, Loss) else returned)

@@ -1,4 +1,4 @@
-"""Sample: the data of a proof, whole and in pieces."""
+"""The data of a proof, as a whole and in pieces."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ class Sample:
     """Some samples of the training data.
 
     Attributes:
-        batch: all of them, collated together.
-        order: their numbers in the data.
-        fetch: collates some of them by themselves, as training would.
-        once: pieces are cut from the whole instead.
-        num_smallest: how many at the end have fewer elements than all others; 0 where all are alike.
+        batch: all samples, collated together.
+        order: indices of the samples in the data.
+        fetch: collates some of the samples separately, as in training.
+        once: whether pieces are sliced from `batch` instead.
+        num_smallest: how many samples at the end have fewer elements than all others; 0 if all have the
+            same number.
     """
 
     batch: object
@@ -44,11 +45,11 @@ class Sample:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of samples."""
         return len(self.order)
 
     def cut(self, sizes: Sequence[int], dtype: torch.dtype) -> Iterator[object]:
-        """Pieces of these sizes, of their own, their floating-point numbers in `dtype`."""
+        """Yield copies of pieces of these sizes, with floating-point values in `dtype`."""
 
         def cast(leaf: object) -> object:
             return in_precision(leaf, dtype) if isinstance(leaf, Tensor) else leaf
@@ -59,8 +60,9 @@ class Sample:
             start += size
 
     def largest_first(self, count: int) -> Sample:
-        """The first `count` of them, in order of the elements each has where it is collated by itself:
-        so pieces are padded to lengths of their own, and what does not mask it shows."""
+        """Return the first `count` samples, sorted by the number of elements that each has when
+        collated separately, largest first. Pieces are then padded to different lengths, so that code
+        which does not mask padding is detected."""
         order, smallest = self.order[:count], 0
         if elements := sizes_alone(self.fetch, order):
             order = order[torch.tensor(elements).argsort(descending=True, stable=True)]
@@ -68,11 +70,11 @@ class Sample:
         return Sample(self.fetch([Piece(0, order)]), order, self.fetch, smallest % count)
 
     def name_of(self, place: int) -> str:
-        """What to call the sample at `place`: by its number in the data, where it has one."""
+        """Return a name for the sample at `place`, with its index in the data."""
         return f"sample {int(self.order[place])} of the training data"
 
     def collated_once(self) -> Sample:
-        """The same samples, of which pieces are cut from the whole."""
+        """Return the same samples, with pieces sliced from the whole batch."""
         return replace(self, once=True)
 
     def _piece(self, start: int, stop: int) -> object:
@@ -82,16 +84,16 @@ class Sample:
 
 
 def in_precision(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` in `dtype` if it has floating-point numbers; if complex ones, in the complex dtype of
-    that precision."""
+    """Convert `tensor` to `dtype` if it is floating-point, or to the complex dtype of that precision if
+    it is complex."""
     if tensor.is_complex():
         return tensor.to(dtype.to_complex())
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def sample_of(task: Task, wanted: int) -> Sample:
-    """The first samples of the first epoch of `task`, at most `wanted`. Raises `InputError` if there is
-    a single one."""
+    """Return the first samples of the first epoch of `task`, at most `wanted`. Raises `InputError` if
+    there are fewer than two."""
     data = task.train
     if is_map_style(data):
         order = permutation(task.seed, 0, len(data), task.shuffle)[:wanted]

@@ -1,4 +1,4 @@
-"""Verdict: whether pieces and whole agree, and what there is to say of it."""
+"""Verdict: whether pieces and whole agree, and the causes if they do not."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from anybatch.task import Task, check_task, parameters_in
 DEFAULT_SAMPLES = 96
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Largest relative deviation that rounding explains, by the dtype the proof could be run in."""
+"""Largest relative deviation that rounding explains, by the dtype of the proof."""
 
-_LARGEST = 0.4  # of the sample: there are three pieces then, and one is half as large
+_LARGEST = 0.4  # share of the sample: gives three pieces, one of them half as large
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a proof found.
+    """The result of a proof.
 
     Attributes:
-        exact: the pieces compute the gradient of the whole, up to rounding.
-        draws: the model draws random numbers in training, anew for each micro-batch. They are held
-            still for what else is found here, since each draw is as good as another.
-        deviation: 2-norm of the difference over 2-norm of the gradient of the whole.
-        tolerance: deviation up to which rounding explains it.
-        groups: the same by group of parameters: the parts of the model that hold them.
-        causes: sentences, one for each cause found.
-        notes: sentences on what belongs to the task and is exact.
-        num_samples, pieces: what was run, and how it was cut.
-        dtype: in which it was run.
+        exact: whether the pieces compute the gradient of the whole, up to rounding.
+        draws: whether the model draws random numbers in training, for each micro-batch separately. They
+            are held fixed for all other results, since any draw is as good as another.
+        deviation: 2-norm of the difference, divided by the 2-norm of the gradient of the whole.
+        tolerance: largest deviation that rounding explains.
+        groups: deviation by group of parameters: the parts of the model that contain them.
+        causes: one sentence for each cause found.
+        notes: sentences about properties of the task that are not errors.
+        num_samples, pieces: the number of samples, and the sizes of the pieces.
+        dtype: dtype of the computation.
     """
 
     exact: bool
@@ -59,19 +59,21 @@ class Verdict:
 
 
 def verify(task: Task, plan: Plan, *, samples: int | None = None) -> Verdict:
-    """Run a sample of the training data of `task` in one piece and in the pieces of `plan`.
+    """Check on a sample of the training data that `plan` computes the gradient of the whole batch.
+
+    The sample is run in one piece and in the pieces of `plan`, and the two gradients are compared.
 
     Args:
-        task: what is trained. Its model is copied, not changed.
-        plan: how. The pieces are of its micro-batch, or smaller where the sample would fit in one; the
-            last one is always smaller than the others.
-        samples: how many to run at most; None: 96. Some are left out where pieces would be equal.
+        task: the task to train. Its model is copied and not changed.
+        plan: the plan to check. Pieces have the size of its micro-batch, or are smaller if the sample
+            would fit into one; the last piece is always smaller than the others.
+        samples: maximum number of samples; None: 96. Some are left out if pieces would be equal.
 
     Raises:
-        InputError: the sample is too small to be cut, or the task cannot be run.
+        InputError: the sample is too small to be split, or the task cannot be run.
     """
     check_task(task)
-    with Borrowed():  # what passes draw from the default generators is drawn from nobody else
+    with Borrowed():  # restores the default generators that passes draw from
         return _verdict(task, plan, samples)
 
 
@@ -80,7 +82,7 @@ def _verdict(task: Task, plan: Plan, samples: int | None) -> Verdict:
     runs = _runs_of(task, plan, DEFAULT_SAMPLES if samples is None else samples)
     tolerance, choice = TOLERANCES[runs.dtype], plan.choice
     whole = runs.gradient(runs.whole)
-    # Another seed: with the same one, a single dropout layer might draw what it drew for the whole.
+    # Another seed: with the same one, a single dropout layer might draw the same as for the whole.
     parts = runs.gradient(runs.pieces, choice, seed=1)
     found = deviation(parts, whole)
     drawn = not found <= tolerance and draws(runs)
@@ -104,7 +106,7 @@ def _verdict(task: Task, plan: Plan, samples: int | None) -> Verdict:
 
 
 def _runs_of(task: Task, plan: Plan, wanted: int) -> Runs:
-    """What is run to prove `plan`, on at most `wanted` samples."""
+    """Return the runs that prove `plan`, on at most `wanted` samples."""
     if wanted < 2:
         raise InputError(f"samples is {wanted}: a proof cuts the sample, so give at least 2.")
     given = task.build_model()
@@ -118,15 +120,15 @@ def _runs_of(task: Task, plan: Plan, wanted: int) -> Runs:
     runs = Runs(task, model, sample, pieces, ghost, torch.float64)
     try:
         runs.gradient(runs.whole)
-    except RuntimeError:  # a dtype written into the model or the loss
+    except RuntimeError:  # a dtype is hard-coded in the model or the loss
         return replace(runs, dtype=torch.float32)
     return runs
 
 
 def _cut(num_samples: int, micro_batch: int, ghost: int | None) -> tuple[int, ...]:
-    """Sizes of the pieces of a sample, of at most `num_samples` in all: of `micro_batch`, or less, so
-    that there are at least three. The last one is smaller, since a mean over anything at all is the
-    mean of its means over equal pieces."""
+    """Return the sizes of the pieces of a sample, at most `num_samples` in total. Pieces have
+    `micro_batch` samples, or fewer so that there are at least three. The last one is smaller, since
+    with equal pieces a wrongly weighted mean could agree with that of the whole."""
     unit = min(ghost or 1, num_samples)
     size = max(unit, min(micro_batch, math.ceil(_LARGEST * num_samples)) // unit * unit)
     rest = num_samples % size or num_samples == size
@@ -150,7 +152,7 @@ def _notes(runs: Runs, whole: Sequence[Tensor], drawn: bool) -> Iterator[str]:
 
 
 def _by_group(runs: Runs, parts: Sequence[Tensor], whole: Sequence[Tensor]) -> dict[str, float]:
-    """Deviation by the part of the model that holds a parameter: its block, or its first name."""
+    """Return the deviation by part of the model: the block or top-level module of each parameter."""
     model = copy_of(runs.model)
     wanted = list(parameters_in(runs.task.parameters_of(model)))
     names = {id(p): name for name, p in model.named_parameters()}

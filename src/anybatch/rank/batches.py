@@ -1,4 +1,4 @@
-"""Batches: what one rank runs of data that it does not train on."""
+"""Batches: the part of evaluation or prediction data that one rank runs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from anybatch.task import Task
 
 
 class Batches:
-    """Batches of held-out samples, or of others to predict, on the device.
+    """Batches of held-out samples, or of samples to predict, on the device.
 
     Args:
-        task: how samples are collated and loaded.
-        longest: length of the longest sample, where they differ in it.
+        task: defines how samples are collated and loaded.
+        longest: length of the longest sample, if samples differ in length.
         group: the ranks.
-        device: of this rank.
-        pulse: told of each batch.
+        device: device of this rank.
+        pulse: notified of each batch.
 
-    Raises `InputError` if the task's lengths of the held-out samples cannot be used.
+    Raises `InputError` if the task's lengths of the held-out samples are invalid.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Batches:
         self._group = group
         self._device = device
         self._pulse = pulse
-        # Lengths by index are those of the training data alone.
+        # Lengths given by index apply to the training data only.
         known = callable(task.lengths) and task.valid is not None and is_map_style(task.valid)
         self._lengths = lengths_of(task.lengths, task.valid, "held-out") if known else None
         self._endless = max(MOST_WITHOUT_LENGTH, steps_of(task).total_samples or 0)
@@ -64,11 +64,12 @@ class Batches:
         """This rank's part of `data` from sample `first` on, as (batch, number of samples).
 
         Args:
-            data: a data set.
-            size: the most samples of a batch; the most of the longest, where they differ in length.
+            data: a dataset.
+            size: maximum number of samples in a batch; if samples differ in length, maximum number of
+                the longest ones.
             first: sample to begin with.
-            alone: this rank takes all of it.
-            skips: knows the held-out samples that are left out.
+            alone: whether this rank takes all of `data`.
+            skips: provides the held-out samples that are left out.
         """
         task, group = self._task, self._group
         batches = evaluation_batches(
@@ -87,7 +88,7 @@ class Batches:
             most=size * self._longest,
             endless=self._endless if data is task.valid else None,
         )
-        numbers: deque[int] = deque()  # a batch is copied ahead: its number waits for it here
+        numbers: deque[int] = deque()  # queued, since batches are copied ahead of time
 
         def plain() -> Iterator[Any]:
             for batch, num_samples in batches:

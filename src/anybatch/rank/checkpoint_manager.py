@@ -1,4 +1,4 @@
-"""CheckpointManager: one rank's part in saving what outlives a step, and in going on from it."""
+"""CheckpointManager: one rank's part in saving checkpoints of a run, and in resuming from them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from anybatch.state import Checkpoints, Failed, TrainingState
 
 
 class CheckpointManager:
-    """What is saved of a rank and read back. All ranks do the same at the same time.
+    """Saves the state of a rank and loads it. All ranks make the same calls at the same time.
 
     Args:
-        checkpoints: where to; closed with this.
-        state: of the training.
-        position: saved with it, and set by `resume`.
-        skips: of bad data, if there are any; likewise.
+        checkpoints: storage of the checkpoints; closed by `close`.
+        state: training state.
+        position: training progress, saved with the state and restored with it.
+        skips: skipped bad samples, if any; saved with the state and restored by `resume`.
         group: the ranks.
-        meter: of the memory in use, which does not count the buffers of writing and reading.
-        stages: whether there is memory for a copy, so that training goes on while it is written.
-        sink: is told what comes of it.
+        meter: meter of the memory in use, which does not count the buffers for writing and reading.
+        stages: whether there is memory for a copy of the state, so that training continues while the
+            copy is written.
+        sink: receives the events.
 
     Attributes:
-        has_failed: whether the last checkpoint that came to its end could not be written. Set on rank 0
-            only.
+        has_failed: whether the last completed checkpoint could not be written. Valid on rank 0 only.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class CheckpointManager:
         self.has_failed: bool = False
 
     def save(self, facts: dict[str, Any], score: float | None, at_once: bool) -> None:
-        """Begin to save, with further `facts`; `score` is the lower the better. What comes of it is
-        told by `tell`, but for a state that cannot be saved, which is told now."""
+        """Start to save a checkpoint, with additional `facts`; a lower `score` is better. The outcome
+        is reported by `tell`, or immediately if the state cannot be saved."""
         at = self._position
         try:
             content = self._state.content(
@@ -70,7 +70,7 @@ class CheckpointManager:
                     **facts,
                 }
             )
-        except InputError as error:  # alike on all ranks
+        except InputError as error:  # the same on all ranks
             self._tell_failure(at.step, str(error))
             return
         with self._uncounted():
@@ -79,7 +79,7 @@ class CheckpointManager:
             )
 
     def tell(self, wait: bool) -> None:
-        """Tell what has become of the checkpoints since the last call; `wait` for those under way."""
+        """Report the outcomes of checkpoints since the last call. `wait`: wait for pending ones."""
         if wait:
             self._checkpoints.wait()
         for outcome in self._checkpoints.finished():
@@ -108,7 +108,7 @@ class CheckpointManager:
             found = self._checkpoints.newest()
         if found is None:
             return None
-        # What the optimizer remembers stays, and counts.
+        # The optimizer state persists, so its memory is counted.
         tensors = together(self._group, lambda: self._state.destinations(found))
         with self._uncounted():
             self._checkpoints.load(found, tensors)
@@ -142,7 +142,7 @@ class CheckpointManager:
         return found.folder
 
     def close(self) -> None:
-        """What is under way is finished or given up."""
+        """Complete or abandon pending checkpoints."""
         self._checkpoints.close()
 
     @contextmanager

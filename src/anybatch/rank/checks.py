@@ -1,4 +1,4 @@
-"""What has to hold before the first step: ranks that do the same, and a task that the plan can do."""
+"""Checks before the first step: all ranks run the same task, and the plan supports it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from anybatch.task import JointLoss, Task
 
 
 def check_alike(task: Task, plan: Plan, group: Group) -> None:
-    """Raises `InputError` if ranks were started with different versions, data or plans: they would
-    wait for each other in vain, or train on different samples."""
+    """Raise `InputError` if ranks were started with different versions, data or plans: they would wait
+    for each other forever, or train on different samples."""
     if group.size == 1:
         return
     held_out = None if task.valid is None else num_samples_of(task.valid)
@@ -49,7 +49,7 @@ def _digest_of_lengths(task: Task) -> str:
 
 
 def single_sample(steps: Steps, index: int, norm: str) -> str:
-    """The sentence for the step `index`, of one sample, that the BatchNorm `norm` cannot normalise."""
+    """The error message for step `index`, whose single sample BatchNorm `norm` cannot normalize."""
     cannot = f"BatchNorm {norm!r} cannot normalise one: a single value per channel has no variance."
     length, size = steps.num_samples, steps.global_batch
     if not isinstance(size, int) or size == 1 or length == 1 or length is None:
@@ -70,7 +70,8 @@ def single_sample(steps: Steps, index: int, norm: str) -> str:
 
 
 def check_can_skip(task: Task, plan: Plan) -> None:
-    """Raises `InputError` if bad samples are to be left out and the exchange cannot forget them."""
+    """Raise `InputError` if bad samples are to be skipped but the exchange cannot discard their
+    gradients."""
     exchange = plan.exchange
     if task.bad_data == "skip" and (exchange.every > 1 or exchange.stale):
         raise InputError(
@@ -81,8 +82,8 @@ def check_can_skip(task: Task, plan: Plan) -> None:
 
 
 def check_can_compare(task: Task, plan: Plan) -> None:
-    """Raises `InputError` if the loss compares the samples of all ranks, and `plan` has the ranks do
-    something else inside their passes, or lets them train on weights of their own."""
+    """Raise `InputError` if the loss compares the samples of all ranks, but under `plan` the ranks
+    synchronize BatchNorm inside their passes, take local steps, or apply stale gradients."""
     if not isinstance(task.loss, JointLoss):
         return
     exchange = plan.exchange
@@ -98,7 +99,7 @@ def check_can_compare(task: Task, plan: Plan) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of the software that computes, by name."""
+    """The versions of the software used for computation, by name."""
     try:
         own = version("anybatch")
     except PackageNotFoundError:  # found through PYTHONPATH

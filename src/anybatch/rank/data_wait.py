@@ -1,4 +1,4 @@
-"""DataWait: whether steps wait for their samples; reported once, with what would help."""
+"""DataWait: detects steps that wait for their samples, and reports it once, with a remedy."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from anybatch.events import Sink, Starved
 from anybatch.process.threads import num_cores
 
 _STEPS = 5
-"""That are looked at before anything is said; the first of a run starts workers, and is passed over."""
+"""Number of steps observed before a report; the first step of a run starts workers, and is ignored."""
 
 _SECONDS = 1.0
-"""Below so much waiting in all nobody would notice."""
+"""Minimum total waiting time for a report; less would not be noticed."""
 
 _PART = 0.2
-"""Of the time of the steps."""
+"""Minimum waiting time for a report, as a fraction of the time of the steps."""
 
 
 class DataWait:
-    """The waiting of one rank.
+    """Measures how long one rank waits for samples.
 
     Args:
-        num_workers: that load its samples; 0: the rank itself does.
-        can_help: whether workers would load them.
-        sink: is told.
+        num_workers: number of workers that load its samples; 0: the rank loads them itself.
+        can_help: whether workers could load them.
+        sink: receives the event.
     """
 
     def __init__(self, num_workers: int, can_help: bool, sink: Sink) -> None:
@@ -36,7 +36,7 @@ class DataWait:
         self._is_told = False
 
     def observe(self, step: int, seconds: float, waited: float) -> None:
-        """A step took so long, of which it `waited`."""
+        """Record a step that took `seconds`, of which it `waited` for samples."""
         self._num_steps += 1
         if self._is_told or self._num_steps == 1:
             return
@@ -58,12 +58,12 @@ class DataWait:
         )
 
     def _wanted(self) -> int | None:
-        """Workers that would load as fast as samples are learned from, as far as there are cores for
-        them; None: more than there are would not help."""
+        """The number of workers that would load samples as fast as training uses them, limited by the
+        number of cores; None if more workers would not help."""
         if not self._can_help:
             return None
         computing = max(1e-9, self._seconds - self._waited)
-        # Workers that are there have worked all the time, the rank itself only while it waited.
+        # Existing workers have been busy all the time, the rank itself only while it waited.
         busy = self._num_workers * self._seconds or self._waited
         wanted = min(math.ceil(busy / computing), num_cores())
         return wanted if wanted > self._num_workers else None

@@ -1,5 +1,5 @@
-"""Pace: what follows from how long each rank took for its part of a step. New shares where the plan
-lets them follow the measured speeds, and the name of a rank that falls behind the others."""
+"""Pace: uses the time that each rank took for its part of a step. Adapts the shares to the measured
+speeds if the plan allows it, and reports a rank that falls behind the others."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from anybatch.rank.passes import Cutting
 
 
 class Pace:
-    """Of all ranks of `group`, which see the same times, so that they come to the same shares."""
+    """Balances the shares of `group` and reports stragglers. All ranks see the same times, so they
+    compute the same shares."""
 
     def __init__(self, plan: Plan, group: Group, cutting: Cutting, sink: Sink) -> None:
         self._group = group
         self._cutting = cutting
         self._sink = sink
-        # Where ranks meet inside passes, all take as long as the slowest of them.
+        # If ranks communicate inside passes, all take as long as the slowest.
         apart = group.size > 1 and not group.lockstep and plan.norms == "ghosts"
         self._balance = Balance() if plan.balance == "measured" and apart else None
         self._stragglers = Stragglers(group.size)
 
     def observe(self, step: int, extent: Extent, seconds: Sequence[float]) -> bool:
-        """Take in the `seconds` of each rank for `step`, which had `extent`; tell what is to be told.
+        """Record the `seconds` of each rank for `step`, which had `extent`, and emit events.
 
-        Returns whether the shares of the group are others now.
+        Returns whether the shares of the group have changed.
         """
         for rank, mine, others in self._stragglers.observe(seconds):
             self._sink(

@@ -1,12 +1,13 @@
-"""What one rank runs of a global step: which samples, in which passes.
+"""Passes: the part of a global step that one rank runs: which samples, in which passes.
 
     global batch   |------------- share of rank 0 -------------|------- share of rank 1 -------|
     passes         |-- micro-batch --|-- micro-batch --|-------|-- micro-batch --|-------------|
 
-Where ranks meet inside every pass, all run as many as the one with the most. Where they also compute
-BatchNorm together, every ghost batch is divided over all of them. Where samples differ in length,
-shares are of their total length, and a micro-batch may have the padded size of as many of the longest
-as the plan says. In a reproducible run micro-batches are grains, and shares whole parts, by number.
+If ranks communicate inside every pass, all run as many passes as the rank with the most. If they also
+compute BatchNorm together, every ghost batch is divided over all ranks. If samples differ in length,
+shares are measured by total length, and a micro-batch can be as large, when padded, as the plan's
+micro-batch of the longest samples. In a reproducible run micro-batches are grains, and shares are whole
+parts, measured by number of samples.
 """
 
 from __future__ import annotations
@@ -49,11 +50,12 @@ from anybatch.parallel import Group
 from anybatch.plans import Choice, Plan
 
 _ALONE = 2
-"""Samples that are collated by themselves, to see whether they are then as they are among others."""
+"""Number of samples that are collated separately, to check whether the result is the same as in a
+larger batch."""
 
 
 class Cutting:
-    """How global batches are cut for the ranks of `group` under `plan`; the shares are the group's."""
+    """Cuts global batches for the ranks of `group` under `plan`, by the shares of the group."""
 
     def __init__(self, plan: Plan, group: Group) -> None:
         self._ghost = plan.task.ghost_batch
@@ -63,7 +65,7 @@ class Cutting:
         self._group = group
 
     def passes(self, choice: Choice, extent: Extent) -> Passes:
-        """What this rank runs of a step that has `extent`."""
+        """The passes of this rank in a step with `extent`."""
         group, ghost = self._group, self._ghost
         if self._divides_ghosts and ghost:
             parts = divided_ghosts(extent.num_samples, ghost, group.shares, group.rank)
@@ -76,13 +78,13 @@ class Cutting:
             places = self._places(extent)
             return Passes(cut, ghost, padded=padded, places=places, num_drawn=num_drawn)
         most = max(len(self._micro_batches(choice, extent, rank)) for rank in range(group.size))
-        # Any samples do: they are given no weight. A norm needs several.
+        # Any samples will do, since they get no weight. A norm needs several.
         again = cut[0] if cut else range(min(ghost or 1, extent.num_samples))
         num_idle = most - len(cut)
         return Passes([*[again] * num_idle, *cut], ghost, num_idle, padded)
 
     def amounts(self, extent: Extent, shares: Sequence[float]) -> list[int]:
-        """What each rank has to do of a step that has `extent`, under `shares`: see `Extent.amount`."""
+        """The work of each rank in a step with `extent`, under `shares`: see `Extent.amount`."""
         parts = (self._share(extent, shares, rank) for rank in range(self._group.size))
         return [extent.amount(part) for part in parts]
 
@@ -104,8 +106,8 @@ class Cutting:
         return lambda part: padded_size(lengths, part) / self._longest
 
     def _num_drawn(self, extent: Extent, num_passes: int) -> int:
-        """Number of leading samples that have passes of their own, by whose gradient noise is measured.
-        0 where the step is a single pass, which has nothing to be compared with."""
+        """Number of leading samples that are run in separate passes, with whose gradients noise is
+        measured. 0 if they do not fit, or the step is a single pass, with nothing to compare to."""
         unit, part = self._ghost or 1, self._share(extent, self._group.shares, self._group.rank)
         count = -(-least_drawn(extent.num_samples) // unit) * unit
         fits = part.start == 0 and count <= extent.num_drawn and count + unit <= part.stop
@@ -128,15 +130,16 @@ class Passes:
     """The passes of one rank in one step.
 
     Args:
-        parts: positions in the global batch, by pass; empty for a pass in which only others have
+        parts: positions in the global batch, by pass; empty for a pass in which only other ranks have
             samples.
         ghosts: samples per ghost batch of each pass, or the size of ghost batches, or None.
-        num_idle: so many passes are only run because other ranks run as many. They come first, while
-            buffers can still be put back to what the step found.
-        padded: of a part, in samples of the longest, where they differ in length.
-        places: from the first position of a pass to the numbers of its grain and of its part, where
-            steps are cut into these.
-        num_drawn: number of leading samples that have passes of their own, see `Extent`.
+        num_idle: number of passes that are run only because other ranks run as many. They come first,
+            while buffers can still be reset to those at the start of the step.
+        padded: maps a part to its padded size, in samples of the maximum length, if samples differ in
+            length.
+        places: maps the first position of a pass to the numbers of its grain and of its part, if steps
+            are cut into these.
+        num_drawn: number of leading samples that are run in separate passes, see `Extent`.
     """
 
     def __init__(
@@ -157,18 +160,18 @@ class Passes:
 
     @property
     def num_samples(self) -> int:
-        """In the passes that count."""
+        """Number of samples in the passes that count."""
         return sum(map(len, self.parts[self._num_idle :]))
 
     @property
     def fetched(self) -> Sequence[range]:
         """The parts that have samples."""
         if self._ghosts is None or isinstance(self._ghosts, int):
-            return self.parts  # perhaps a million of them: they are not to be listed
+            return self.parts  # possibly a million parts: avoid a list
         return [part for part in self.parts if part]
 
     def micro_batch(self, number: int, batches: Iterator[Any]) -> MicroBatch:
-        """Pass `number`, with the next of `batches` unless it has no samples."""
+        """Pass `number`, with the next of `batches` unless the pass has no samples."""
         part, real = self.parts[number], number >= self._num_idle
         last = number + 1 == len(self.parts)
         micro = MicroBatch(
@@ -195,11 +198,11 @@ class Passes:
 
 
 class GlobalStep:
-    """The samples of one global step, fetched as often as the step is tried.
+    """The samples of one global step, fetched for every attempt at the step.
 
     Attributes:
-        kept: those of all ranks that are not left out.
-        waited_seconds: for samples of this rank, while its device had nothing else to do.
+        kept: extent of the samples of all ranks that are not left out.
+        waited_seconds: time spent waiting for samples of this rank while its device was idle.
     """
 
     def __init__(
@@ -233,7 +236,7 @@ class GlobalStep:
         passes = self._passes(choice, self.kept)
         self._kept.clear()
         self._copies.forget()
-        # What was fetched for an attempt that did not come this far may be cut by another choice.
+        # Data fetched for an attempt that did not get this far may be cut for another choice.
         if self._tried or self._data.ranges != passes.fetched:
             self._data = self._loader.redo(
                 lambda extent: self._passes(choice, extent).fetched, self._gaps
@@ -249,8 +252,8 @@ class GlobalStep:
         return self._given.num_samples
 
     def first_samples(self, most: int, batch: Any) -> tuple[Callable[[int, int], Any], int]:
-        """See `engine.Source`. Where each of the parts of `batch` shows its samples they are cut from
-        it, else collated by themselves."""
+        """See `engine.Source`. The samples are sliced from `batch` if it has enough of them, and each
+        of its parts has a value per sample; otherwise they are collated separately."""
         parts = [part for part in self._given.parts if part][: most + 1]
         if len(parts[0]) >= most and shows_samples(batch):
             return partial(slice_batch, batch), most
@@ -260,7 +263,7 @@ class GlobalStep:
         return partial(self._together, start), min(most, stop - start)
 
     def is_coupled(self, batch: Any) -> bool:
-        """See `engine.Source`. Two of the samples are collated by themselves."""
+        """See `engine.Source`. Collates two of the samples separately for the comparison."""
         part = next(part for part in self._given.parts if part)
         if len(part) <= _ALONE or not self._loader.has_collate:
             return False
@@ -268,20 +271,20 @@ class GlobalStep:
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 alone, again = (self._together(part.start, 0, _ALONE) for _ in range(2))
-            if told:  # that it draws random numbers, say
+            if told:  # for example that it draws random numbers
                 return False
             return differs(slice_batch(batch, 0, _ALONE), alone) and not differs(again, alone)
-        except Exception:  # the step itself meets what is wrong
+        except Exception:  # the step itself will raise the error
             return False
 
     def _together(self, first: int, start: int, stop: int) -> Any:
-        """Samples by position, counted from the first one, collated by themselves."""
+        """The samples at positions `start` to `stop`, counted from `first`, collated separately."""
         batch = self._loader.together(range(first + start, first + stop))
         return to_device(batch, self._device)
 
     def once_more(self) -> Iterator[MicroBatch]:
-        """See `Source`. Samples are fetched once, and wait in the host's memory, as they were before a
-        pass wrote to them."""
+        """See `Source`. Samples are fetched once and kept in host memory, as they were before a pass
+        wrote to them."""
         self._copies.put_back()
         self._copies.forget()
         yield from self._run(self._given, on_device(self._let_go(), self._device))
@@ -294,7 +297,7 @@ class GlobalStep:
     def _keeping(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             self._kept.append(batch)
-            if self._device.type != "cpu":  # passes have copies
+            if self._device.type != "cpu":  # passes get copies
                 yield batch
                 continue
             self._copies.keep(batch)
@@ -308,7 +311,7 @@ class GlobalStep:
     def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
             asked = None
-            if self._device.type == "cuda":  # what has been asked of it goes on meanwhile
+            if self._device.type == "cuda":  # its queued work continues meanwhile
                 asked = torch.cuda.Event()
                 asked.record(torch.cuda.current_stream(self._device))
             begun = time.perf_counter()

@@ -1,12 +1,12 @@
-"""Record: how far a run has come, its figures, and the events that open and close it.
+"""Record: the progress of a run, its figures, and the events that open and close it.
 
-Where the time of a step of several ranks goes:
+The time of a step of several ranks is divided as follows:
 
     rank 0   samples   computing      slower ranks   exchange   update
     rank 1   samples   computing ------------------> exchange   update
 
-What of the exchange the last backward pass hides is a part of computing, as is all that ranks exchange
-within their passes (sharded parameters).
+The part of the exchange that overlaps with the last backward pass counts as computing, as does all
+communication within passes (sharded parameters).
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from anybatch.rank.checks import versions
 
 _T = TypeVar("_T")
 
-_METER_SECONDS = 0.5  # reading the kernel's books costs more than a small step
+_METER_SECONDS = 0.5  # reading the kernel's statistics takes longer than a small step
 
 
 @dataclass(slots=True)
 class Position:
-    """How far training has come, the same on all ranks.
+    """Training progress, the same on all ranks.
 
     Attributes:
-        step: global steps that are committed, those before a resumption included; so the number of the
-            last one, and the index of the one that comes next.
-        samples_seen: in them, those left out included.
-        epoch: that the next sample is of.
+        step: number of committed global steps, including those before a resumption; so it is the number
+            of the last step, and the index of the next one.
+        samples_seen: number of samples in these steps, including skipped ones.
+        epoch: epoch of the next sample.
     """
 
     step: int = 0
@@ -54,22 +54,22 @@ class Position:
     epoch: int = 0
 
     def advance(self, data: StepData) -> None:
-        """The step of `data` is done."""
+        """Advance past the step of `data`, which is done."""
         self.step += 1
         self.samples_seen += data.num_samples
         self.epoch = data.next_epoch
 
 
 class Record:
-    """What a rank knows of its run.
+    """The record of a run on one rank.
 
     Args:
-        name: of the task.
-        steps: of the run.
-        position: how far it has come.
+        name: name of the task.
+        steps: steps of the run.
+        position: training progress.
         group: the ranks.
-        meter: of the memory in use.
-        skips: of bad data, if there are any.
+        meter: meter of the memory in use.
+        skips: skipped bad samples, if any.
     """
 
     def __init__(
@@ -95,17 +95,18 @@ class Record:
         self._memory_read = 0.0
 
     def took(self, seconds: float, waited: float, idle: float, num_samples: int) -> None:
-        """A step of so many samples took so long, of which it `waited` for them, and was `idle`."""
+        """Record a step of `num_samples` samples that took `seconds`, of which it `waited` for the
+        samples, and was `idle`."""
         self._steps_of_late.append((seconds, seconds - waited, idle))
         self._seconds += seconds
         self._num_samples += num_samples
 
     def shared(self, parts: Mapping[str, float]) -> None:
-        """The seconds of that step went to these parts: it was one of several ranks."""
+        """Record the seconds of each part of that step; called if there are several ranks."""
         self._parts_of_late.append(parts)
 
     def memory_bytes(self) -> int:
-        """The peak so far, as it was read not long ago."""
+        """The peak memory so far, refreshed at most every `_METER_SECONDS`."""
         now = time.perf_counter()
         if now - self._memory_read > _METER_SECONDS:
             self._memory, self._memory_read = self._meter.peak_bytes(), now
@@ -128,9 +129,9 @@ class Record:
     def ended(
         self, given: Plan, followed: Plan, seconds: float, finished: bool, reason: str
     ) -> RunEnded:
-        """The event that closes a run which was `given` one plan and `followed` another at the end, or
-        the same. Ranks speak to each other only if it is `finished`."""
-        # Else what was predicted is of another choice.
+        """The event that closes a run. `given` is the initial plan, and `followed` the plan at the end,
+        which may be the same. Ranks communicate only if the run is `finished`."""
+        # Otherwise the prediction is for another choice.
         told = given.prediction if followed.choice == given.choice else None
         steps = _without_first(self._steps_of_late)
         times = zip(*steps, strict=True) if steps else ((0.0,),) * 3
@@ -169,7 +170,7 @@ def _typical(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _without_first(steps: Iterable[_T]) -> list[_T]:
-    """All but the first, which is not typical, unless it is the only one."""
+    """All steps but the first, which is not typical, unless it is the only one."""
     every = list(steps)
     return every[1:] or every
 
@@ -181,15 +182,15 @@ def parts_of(
     waited_seconds: float,
     reading_seconds: float = 0.0,
 ) -> dict[str, float]:
-    """The seconds of one step by part. They add up to `seconds` where the device tells its time at once
-    (CUDA tells that of the step before).
+    """The seconds of one step by part. They add up to `seconds` if the device reports its time
+    immediately (CUDA reports the time of the previous step).
 
     Args:
-        seconds: of the step, on rank 0.
+        seconds: time of the step on rank 0.
         agreed_seconds: see `StepDone`.
-        rank_seconds: of the passes of each rank, in which it also waits for samples.
-        waited_seconds: for samples in these, on rank 0; taken to be alike on the others.
-        reading_seconds: for samples before them.
+        rank_seconds: time of the passes of each rank, including waiting for samples.
+        waited_seconds: waiting for samples in the passes, on rank 0; assumed equal on the other ranks.
+        reading_seconds: time for samples before the passes.
     """
     slowest = max(rank_seconds)
     mean = sum(rank_seconds) / len(rank_seconds)
@@ -204,7 +205,7 @@ def parts_of(
 
 
 def predicted_parts(parts: Mapping[str, float]) -> dict[str, float]:
-    """What `Prediction.step_parts` says of these parts."""
+    """`Prediction.step_parts`, combined into the parts of `parts_of`."""
     rest = {"exchange of gradients": EXCHANGE, "update": UPDATE}
     told = {COMPUTING: 0.0, EXCHANGE: 0.0, UPDATE: 0.0}
     for part, seconds in parts.items():

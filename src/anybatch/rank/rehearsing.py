@@ -1,18 +1,18 @@
-"""Rehearsing: the plan that passes over real samples confirm on the device that is here.
+"""Rehearsing: confirms or adjusts a plan by running passes over real samples on the actual device.
 
     1. the planned micro-batch             does it fit the budget?
-    2. too large: half of it, and so on    down to what cannot be cut
-    3. room is left: a larger one          between what fitted and what did not, or further up
-    4. nothing fits: the next leaner way   more recompute; at last, freed memory is returned
+    2. too large: half of it, and so on    down to the smallest possible one
+    3. room is left: a larger one          between what fitted and what did not, or beyond
+    4. nothing fits: the next leaner way   more recompute; finally, freed memory is returned
     5. on CUDA, the plan's rivals          one that is faster
     6. on CUDA, convolutions               on channels-last images, or in torch's default layout
 
-Peak and time of the plan are then those that were measured. Each try runs a few passes under the budget
-on the first samples of the first step, with gradients in memory, and nothing of it remains. An update
-would remain, so what it takes is computed from the sizes of parameters and states, or from a trace.
+Peak and time of the plan are then the measured ones. Each try runs a few passes under the budget on the
+first samples of the first step, with gradients in memory, and leaves nothing behind. An update would
+leave changes, so its memory is computed from the sizes of parameters and states, or from a trace.
 
-Where a trace has predicted the choice, it is tried first, and a larger micro-batch only if memory bound
-the choice. Without a prediction the search begins with small micro-batches.
+If a trace has predicted the choice, it is tried first, and a larger micro-batch is tried only if memory
+limited the choice. Without a prediction the search starts with small micro-batches.
 """
 
 from __future__ import annotations
@@ -30,30 +30,31 @@ from anybatch.plans import Choice, KernelChoices, Plan, Prediction
 from anybatch.units import format_bytes
 
 REHEARSED_PASSES = 3
-"""Passes of each try of a rehearsal. The first has no gradients to add to, and later ones find the heap
-of a CPU as the passes before them leave it."""
+"""Number of passes of each try of a rehearsal. The first has no gradients to add to, and later ones see
+the CPU heap as earlier passes leave it."""
 
 _MOST_TRIES = 5
 _FURTHEST = 8
-"""At most so many times the largest micro-batch that fitted so far: peaks lie only nearly on a line."""
+"""Limit for the next micro-batch, as a multiple of the largest that fitted so far: peaks are only
+approximately linear in the size."""
 
 _PAYS = 0.96
-"""Another choice, or layout, has to take less than this part of the time of the plan's passes."""
+"""Another choice or layout must take less than this fraction of the time of the plan's passes."""
 
 _CLOSE = 0.9
-"""A micro-batch this near the largest that the line has room for is large enough."""
+"""A micro-batch of at least this fraction of the extrapolated maximum is large enough."""
 
 _BOUND = 0.8
-"""Memory bound a choice that was predicted to take this part of the room."""
+"""Memory limited a choice if its predicted peak is more than this fraction of the available memory."""
 
 _USED = 0.85
-"""A choice that memory bound, and that takes less than this part of the room, is replaced by a larger
-one."""
+"""A choice that memory limited is replaced by a larger one if its measured peak is less than this
+fraction of the available memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """A micro-batch that fitted: the peak of a run with it, and seconds per sample of its passes."""
+    """A measured micro-batch: the peak of a run with it, and the seconds per sample of its passes."""
 
     micro_batch: int
     peak_bytes: int
@@ -64,12 +65,12 @@ class Rehearsing:
     """Finds the choice of `plan` that fits, on one rank or on several that rehearse at the same time.
 
     Args:
-        plan: predicted by a trace, or without a prediction.
-        replica: before its first step.
-        rehearse: runs passes under a choice, with these kernels or those of the plan, and gives what
-            they took on the rank that took most; None: memory ran out on a rank.
-        used_bytes: in use before any pass.
-        is_fixed: the micro-batch and the way to recompute are not to be changed.
+        plan: plan predicted by a trace, or without a prediction.
+        replica: replica before its first step.
+        rehearse: runs passes under a choice, with the given kernels or those of the plan, and returns
+            what they took on the rank that took the most; None: memory ran out on a rank.
+        used_bytes: memory in use before any pass.
+        is_fixed: whether the micro-batch and the recomputation must not be changed.
     """
 
     def __init__(
@@ -98,14 +99,14 @@ class Rehearsing:
             self._commit = plan.prediction.commit_bytes
         self._before = used_bytes
         self._held = min(used_bytes, held_bytes([replica.model]))
-        self._least: tuple[int, Choice] | None = None  # of what was tried and did not fit
+        self._least: tuple[int, Choice] | None = None  # the smallest peak that did not fit
         self._begin()
 
     def plan(self) -> Plan | None:
-        """The plan with the first way that fits, its largest micro-batch, and what it was measured to
-        take; None: nothing was found to fit, and a micro-batch was fixed.
+        """The plan with the first way that fits, its largest micro-batch, and its measured peak and
+        time; None if the micro-batch is fixed and does not fit.
 
-        Raises `NoPlanFits` if nothing fits, and what the data, the model or the loss raises.
+        Raises `NoPlanFits` if nothing fits, and any error of the data, the model or the loss.
         """
         ways = list(self._ways())
         for number, way in enumerate(ways):
@@ -120,7 +121,7 @@ class Rehearsing:
         raise self._refusal(ways[-1])
 
     def _ways(self) -> Iterator[Choice]:
-        """The planned choice, and what is leaner in another way than by its micro-batch."""
+        """The planned choice, and leaner ones that differ in more than the micro-batch."""
         leaner = [] if self._fixed else self._plan.ladder
         ways = [self._plan.choice]
         for choice in leaner:
@@ -153,7 +154,7 @@ class Rehearsing:
             self._try(way, larger)
 
     def _may_grow(self, told: Prediction, way: Choice) -> bool:
-        """Whether memory bound the choice, and there is room after all."""
+        """Whether memory limited the choice, but there is room left."""
         tried = self._fitting[-1]
         if tried.micro_batch < way.micro_batch:
             return True  # the planned size did not fit
@@ -161,7 +162,7 @@ class Rehearsing:
         return bound and self._room is not None and tried.peak_bytes < _USED * self._room
 
     def _next(self) -> int | None:
-        """A micro-batch worth trying, larger than all that fitted."""
+        """The next micro-batch to try, larger than all that fitted; None if none is worth trying."""
         low = max(self._fitting, key=lambda one: one.micro_batch)
         goal = min(self._by_line(), _FURTHEST * low.micro_batch, self._whole)
         if goal >= self._too_large:
@@ -171,8 +172,8 @@ class Rehearsing:
         return None if near or size >= self._too_large else size
 
     def _by_line(self) -> int:
-        """Where the line through the two largest that fitted meets the room; through one: the line
-        through it and nothing."""
+        """The micro-batch at which the line through the two largest that fitted reaches the available
+        memory; with only one, the line through it and the origin."""
         if self._room is None:
             return self._whole
         high = max(self._fitting, key=lambda one: one.micro_batch)
@@ -186,13 +187,13 @@ class Rehearsing:
         return int(high.micro_batch + max(0.0, (self._room - high.peak_bytes) / slope))
 
     def _in_units(self, size: int) -> int:
-        """`size` in whole ghost batches, evened out over the passes of a step."""
+        """`size` rounded to whole ghost batches, and evened out over the passes of a step."""
         units = max(1, size // self._unit)
         passes = -(-self._whole // (units * self._unit))
         return min(units, -(-self._whole // (passes * self._unit))) * self._unit
 
     def _try(self, way: Choice, size: int) -> bool:
-        """Whether it fits."""
+        """Whether micro-batch `size` of `way` fits."""
         if any(one.micro_batch == size for one in self._fitting) or size >= self._too_large:
             return False
         choice = self._choice(way, size)
@@ -207,7 +208,7 @@ class Rehearsing:
         return False
 
     def _measured(self, choice: Choice, kernels: KernelChoices | None = None) -> _Size | None:
-        """What a run under `choice` takes; None: memory ran out."""
+        """The measured peak and time of a run under `choice`; None if memory ran out."""
         found = self._rehearse(choice, kernels)
         if found is None:
             return None
@@ -219,7 +220,7 @@ class Rehearsing:
         return self._room is None or size.peak_bytes <= self._room
 
     def _fastest(self, plan: Plan, best: _Size) -> tuple[Plan, _Size]:
-        """`plan`, or of its rivals the one whose passes are surely faster."""
+        """`plan`, or one of its rivals whose passes are clearly faster."""
         for rival in () if self._fixed else plan.rivals:
             found = self._measured(rival.choice)
             if found is None or not self._fits(found) or found.seconds >= _PAYS * best.seconds:
@@ -230,8 +231,8 @@ class Rehearsing:
         return plan.model_copy(update={"rivals": ()}), best
 
     def _in_faster_layout(self, plan: Plan, best: _Size) -> Plan:
-        """`plan`, with convolutions on channels-last images only if these are not slower than torch's
-        default layout. In a reproducible run no measured time may decide what computes."""
+        """`plan`, with convolutions on channels-last images only if these are not slower than in
+        torch's default layout. In a reproducible run measured times must not affect the computation."""
         if not plan.kernels.channels_last or plan.task.grain is not None:
             return plan
         kernels = plan.kernels.model_copy(update={"channels_last": False})
@@ -275,14 +276,14 @@ class Rehearsing:
         return 1.0
 
     def _halves(self, choice: Choice) -> Iterator[Choice]:
-        """The choices with a smaller micro-batch, for the case that memory runs out after all."""
+        """The choices with a smaller micro-batch, in case memory runs out after all."""
         size, evaluation = choice.micro_batch, choice.evaluation_batch
         while not self._fixed and size > self._unit:
             size, evaluation = self._in_units(size // 2), max(1, evaluation // 2)
             yield choice.model_copy(update={"micro_batch": size, "evaluation_batch": evaluation})
 
     def _prediction(self, choice: Choice, best: _Size) -> Prediction:
-        """What the rehearsal measured, with what a trace knows beside it."""
+        """The measurements of the rehearsal, completed with values that only a trace provides."""
         told, seconds = self._plan.prediction, best.seconds * self._whole
         rest = "device context" if self._kind == "cuda" else "allocator and libraries"
         known = {
@@ -328,7 +329,7 @@ class Rehearsing:
             )
             return NoPlanFits(told)
         peak, choice = self._least
-        # Another process measures a little more or less.
+        # Measurements vary slightly between processes.
         least = budget_for(peak + reserve_of(peak, self._kind), self._kind)
         told += (
             f"the leanest was measured to need {format_bytes(peak)} ({choice.describe()}). Give it at"
@@ -338,13 +339,13 @@ class Rehearsing:
 
 
 def can_rehearse(plan: Plan) -> bool:
-    """Whether the ranks of `plan` can run passes by themselves: each has the whole model, and they meet
-    once per step."""
+    """Whether the ranks of `plan` can run passes independently: each has the whole model, and they
+    communicate once per step."""
     return plan.norms == "ghosts" and plan.parallel in ("single", "replicate")
 
 
 def _with_passes(told: Prediction, seconds: float) -> Prediction:
-    """`told`, if the passes of a step take so long."""
+    """`told`, with `seconds` as the time of the passes of a step."""
     parts = dict(told.step_parts)
     passes = [name for name in ("forward", "backward", "recompute") if name in parts]
     factor = seconds / max(1e-12, sum(parts[name] for name in passes))
@@ -359,5 +360,5 @@ def _with_passes(told: Prediction, seconds: float) -> Prediction:
 
 
 def _way(choice: Choice) -> tuple[object, ...]:
-    """What a choice is, but for the sizes of its batches."""
+    """The properties of a choice other than its batch sizes."""
     return choice.kind, choice.optimizer_states, choice.precision, choice.update

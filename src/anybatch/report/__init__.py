@@ -1,7 +1,7 @@
-"""Report: events and plans, told to people. A log file, a progress display, tables, one page.
+"""Reports of runs and plans: a log file, a progress display, tables, an HTML page.
 
-What is told of a run is read from `anybatch.events` and `anybatch.plans` and nothing else, so a report
-can be made on another machine, years later, from the run's folder alone.
+A report depends only on `anybatch.events` and `anybatch.plans`, so it can be generated on another
+machine, years later, from the run folder alone.
 """
 
 from anybatch.report.folder import PastRun as PastRun

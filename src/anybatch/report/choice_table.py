@@ -1,7 +1,7 @@
-"""Choices as rows of a table, each in words of what differs among them.
+"""A table of choices, each described by the settings in which they differ.
 
-Whoever compares plans compares bytes and seconds, so both are related to what there is: the budget, and
-the plan that was taken.
+Plans are compared by bytes and seconds, so peaks are shown relative to the budget, and times relative
+to the selected plan.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ Point = Candidate | FrontierPoint
 
 
 def table_of(plan: Plan, points: Sequence[Point]) -> Table:
-    """`points` that were weighed for `plan`, one in each row; what the plan has taken is marked."""
-    # What the plan itself has is told where another point has something else.
+    """A table of the `points` that were considered for `plan`, one per row. The selected one is
+    marked."""
+    # Only settings in which some point differs from the plan are shown, and recompute.
     own = _words(plan.choice, plan.parallel)
     others = [_words(point.choice, point.parallel or plan.parallel) for point in points]
     told = {what for words in others for what in words if words[what] != own[what]} | {"recompute"}
@@ -45,7 +46,7 @@ def table_of(plan: Plan, points: Sequence[Point]) -> Table:
 
 
 def _words(choice: Choice, parallel: str) -> dict[str, str]:
-    """What a choice is besides its micro-batch; empty where that is as ever."""
+    """Descriptions of the settings of a choice other than the micro-batch; empty for defaults."""
     return {
         "precision": choice.precision,
         "ranks": parallel,
@@ -59,8 +60,8 @@ def _words(choice: Choice, parallel: str) -> dict[str, str]:
 
 
 def _seconds_of_plan(plan: Plan, points: Sequence[Point]) -> float | None:
-    """The predicted time of a step of `plan`, to compare `points` with. None: a rehearsal found the
-    choice, so there is only a measured time."""
+    """The predicted step time of `plan`, with which `points` are compared. None if a rehearsal found
+    the choice, so that only a measured time exists, or if there is no prediction."""
     for point in (*points, *plan.frontier):
         if is_taken(point, plan):
             return point.step_seconds
@@ -69,7 +70,8 @@ def _seconds_of_plan(plan: Plan, points: Sequence[Point]) -> float | None:
 
 
 def with_plan(plan: Plan) -> list[FrontierPoint]:
-    """The frontier of `plan` and what it has taken, which may lie a little beside it; leanest first."""
+    """The frontier of `plan` together with the selected choice, which may be slightly off the
+    frontier. Sorted by peak memory, smallest first."""
     points, told = list(plan.frontier), plan.prediction
     if told is not None and not any(is_taken(point, plan) for point in points):
         own = FrontierPoint(
@@ -83,7 +85,7 @@ def with_plan(plan: Plan) -> list[FrontierPoint]:
 
 
 def is_taken(point: Point, plan: Plan) -> bool:
-    """Whether `point` is what the plan has taken."""
+    """Whether `point` is the choice selected by `plan`."""
     return (point.parallel or plan.parallel) == plan.parallel and plan.choice.trains_like(
         point.choice
     )
@@ -95,11 +97,11 @@ def _part(size: int | None, whole: int | None) -> str:
     part = size / whole
     return (
         f"{part:.1%}" if 0.95 < part <= 1.0 else f"{part:.0%}"
-    )  # the reserve is a matter of tenths
+    )  # close to the budget, tenths of a percent matter
 
 
 def _compared(seconds: float, by: float) -> str:
-    """`seconds` in relation to another time: `+12%`, `-3.0%`, `2.5 x`."""
+    """`seconds` relative to another time: `+12%`, `-3.0%`, `2.5 x`."""
     times = seconds / by
     if times >= 2:
         return f"{times:,.1f} x"

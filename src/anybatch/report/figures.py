@@ -1,4 +1,4 @@
-"""Figures of the pages of a run and of plans."""
+"""Figures for the HTML pages of runs and plans."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_MARKS = 12
 
 
 def memory_parts(plan: Plan) -> list[tuple[str, int, str]]:
-    """(kind, bytes, colour) at the predicted peak, largest first, adding up to the peak."""
+    """(kind, bytes, color) at the predicted peak, largest first. The bytes add up to the peak."""
     if plan.prediction is None:
         return []
     sizes = {kind: size for kind, size in plan.prediction.by_kind.items() if size > 0}
@@ -44,7 +44,7 @@ def memory_parts(plan: Plan) -> list[tuple[str, int, str]]:
 
 
 def memory(plan: Plan, measured_bytes: int | None) -> Figure | None:
-    """The predicted peak by kind, the measured peak, and the budget."""
+    """A figure of the predicted peak by kind, the measured peak, and the budget."""
     parts = memory_parts(plan)
     if not parts and not measured_bytes:
         return None
@@ -89,7 +89,7 @@ def bar(name: str, row: int, begin: float, end: float, num_bytes: int, color: st
 
 
 def row_axis(names: Sequence[str]) -> Axis:
-    """Rows with these names, the first at the top."""
+    """A y axis of rows with these names, the first at the top."""
     last = max(0, len(names) - 1)
     return Axis(range=(last + 0.5, -0.5), ticks=list(enumerate(names)), grid=False)
 
@@ -98,7 +98,7 @@ def row_axis(names: Sequence[str]) -> Axis:
 
 
 def loss(record: Record) -> Figure | None:
-    """Loss of training, raw and smoothed, and of the held-out samples."""
+    """A figure of the training loss, raw and smoothed, and the held-out loss."""
     steps, values = record.column("step"), record.column("loss")
     held_out = [(event.step, event.loss) for event in record.evaluations]
     if not len(steps) and not held_out:
@@ -130,7 +130,7 @@ def loss(record: Record) -> Figure | None:
 
 
 def metrics(record: Record) -> list[Figure]:
-    """One figure per metric, for their scales differ."""
+    """One figure per metric, since their scales differ."""
     figures = []
     for index, name in enumerate(record.metric_names()[:MAX_METRICS]):
         held_out = [(e.step, e.metrics[name]) for e in record.evaluations if name in e.metrics]
@@ -151,11 +151,12 @@ def metrics(record: Record) -> list[Figure]:
 
 
 WORTH_TELLING = 0.01
-"""The part of a step above which waiting for samples is told of."""
+"""Fraction of a step above which the time spent waiting for samples is reported."""
 
 
 def speed(record: Record) -> list[Figure]:
-    """Throughput and time of a step, over steps; and how much of it was waiting, if any was."""
+    """Figures of throughput and step time over steps, and of the fraction spent waiting for samples if
+    it exceeds `WORTH_TELLING`."""
     seconds, samples = record.column("seconds"), record.column("samples")
     if not len(seconds):
         return []
@@ -180,7 +181,7 @@ def speed(record: Record) -> list[Figure]:
 
 
 def optimisation(record: Record) -> list[Figure]:
-    """Learning rate, and the norm of the gradient where it was taken."""
+    """Figures of the learning rate, and of the gradient norm if it was measured."""
     figures = []
     if record.num_steps:
         rate = record.column("learning_rate")
@@ -199,10 +200,10 @@ def optimisation(record: Record) -> list[Figure]:
 def _curve(
     name: str, title: str, record: Record, values: Floats, unit: str, color: str, alt: str
 ) -> Figure:
-    """A curve of training: each step, and smoothed."""
+    """A figure of one value per training step, and its smoothed curve."""
     steps, top = record.column("step"), None
     if len(steps) > 10:
-        # The first step warms caches up, and is not like the others.
+        # The first step warms up caches and is not representative.
         smoothed = smooth(np.concatenate([[np.nan], values[1:]]))
         traces = [
             _line(steps, values, "each step", f"{color}-faint", width=1),
@@ -212,7 +213,7 @@ def _curve(
         traces = [_line(steps, values, "each step", color)]
     finite = values[np.isfinite(values)]
     if len(steps) > 20 and len(finite):
-        # One slow first step must not press the rest of the curve flat.
+        # A slow first step must not flatten the rest of the curve.
         top = rounded(1.3 * float(np.quantile(finite, 0.98)))
         top = top if top and float(finite.max()) > 2 * top else None
     y_axis = Axis(unit, (0, top) if top else None, from_zero=True)
@@ -229,7 +230,7 @@ def _steps(record: Record) -> Axis:
 
 
 def _marks(record: Record) -> list[Mark]:
-    """Where the plan changed, or memory ran out with no new plan."""
+    """Marks at steps where the plan changed, or where memory ran out without a new plan."""
     found: dict[int, Mark] = {}
     for event in record.others:
         if isinstance(event, OutOfMemory):
@@ -258,7 +259,7 @@ _Weighed = tuple[Choice, int, float, str]  # peak, seconds, reason
 
 
 def candidates(plan: Plan) -> Figure | None:
-    """What was weighed: memory against time of a step, the plan that was taken marked."""
+    """A scatter plot of the candidates: peak memory against step time. The selected plan is marked."""
     weighed: list[_Weighed] = [
         (c.choice, c.peak_bytes, c.step_seconds, c.reason)
         for c in plan.rejected
@@ -269,7 +270,7 @@ def candidates(plan: Plan) -> Figure | None:
     chosen, budget = plan.prediction, plan.budget_bytes
     taken: list[_Weighed] = []
     if chosen is not None:
-        # Peaks of the others are those of training alone.
+        # Peaks of the other candidates are of training alone.
         own = [p.peak_bytes for p in plan.frontier if plan.choice.trains_like(p.choice)]
         peak = own[0] if own and not chosen.rehearsed else chosen.peak_bytes
         taken = [(plan.choice, peak, chosen.step_seconds, "the plan")]
@@ -310,7 +311,7 @@ def candidates(plan: Plan) -> Figure | None:
 
 
 def _range_axis(title: str, values: list[float]) -> Axis:
-    """An axis with room around `values`, logarithmic where they span decades."""
+    """An axis with a margin around `values`, logarithmic if they span decades."""
     low, high = min(values), max(values)
     if low <= 0 or high / low < 20:
         return Axis(title, (0.0, 1.08 * high or 1.0))
@@ -321,8 +322,9 @@ def _range_axis(title: str, values: list[float]) -> Axis:
 
 
 def noise_scale(blocks: Sequence[Block], batch: int, on_average: str = "") -> Figure | None:
-    """The noise scale in windows of a run, with their intervals, and the batch of the run, in samples
-    or tokens; None where it is not known for any. `on_average`: said after the batch."""
+    """A figure of the noise scale in windows of a run, with confidence intervals, and the run's batch,
+    in samples or tokens. None if no window has an estimate. `on_average` is appended to the batch in
+    the description."""
     blocks, unit = in_unit_of_batch(blocks)
     course = windows(blocks)
     if not course:
@@ -371,7 +373,7 @@ def _interval(scale: NoiseScale, unit: str) -> str:
 
 
 def _course(what: str, values: Floats) -> str:
-    """Where a curve begins and ends, for those who do not see it."""
+    """A sentence with the first and last finite value of a curve, as alternative text."""
     finite = values[np.isfinite(values)]
     if not len(finite):
         return f"{what} was never finite."
@@ -381,7 +383,7 @@ def _course(what: str, values: Floats) -> str:
 
 
 def byte_scale(largest: float) -> tuple[float, str]:
-    """What to divide by so that `largest` is read easily, and the unit that it is in then."""
+    """A divisor that makes `largest` easy to read, and the resulting unit."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if largest >= 1024**power:
             return float(1024**power), unit
@@ -396,21 +398,22 @@ def _second_scale(largest: float) -> tuple[float, str]:
 
 
 def rounded(value: float) -> float | None:
-    """Six digits are more than a screen shows; JSON knows no other numbers than finite ones."""
+    """`value` with six significant digits, more than a screen shows. None if it is not finite, since
+    JSON has only finite numbers."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 # ----------------------------------------------------------------------- curves, fit to be looked at
 
 MAX_POINTS = 1000
-"""More points than a screen has columns only make a page slow."""
+"""Maximum number of points of a curve. More points than a screen has columns only slow down a page."""
 
 
 def smooth(values: Floats) -> Floats:
-    """Exponentially weighted mean of the values so far, over about a thirtieth of the curve.
+    """Exponential moving average of `values`, over about a thirtieth of the curve.
 
-    Values that are not finite are left out of the mean and stay gaps. The weights are corrected for
-    the beginning (Kingma and Ba 2015, section 3), so the first mean is the first value.
+    Non-finite values are excluded from the mean and remain gaps. The mean is corrected for its
+    initialization bias (Kingma and Ba 2015, section 3), so the first mean is the first value.
     """
     rate = 2.0 / (max(1.0, len(values) / 30) + 1.0)
     means = np.full(len(values), np.nan)
@@ -424,8 +427,9 @@ def smooth(values: Floats) -> Floats:
 
 
 def thin(xs: Floats, ys: Floats, limit: int = MAX_POINTS) -> tuple[Floats, Floats]:
-    """At most `limit` points of the curve: the first, the last, and of each stretch in between the
-    least and the greatest; where a stretch has values that are not finite, one of them."""
+    """Downsample a curve to at most `limit` points: the first, the last, and the minimum and maximum of
+    each interval between them. If an interval has non-finite values, one of them replaces the
+    minimum."""
     if len(xs) <= limit:
         return xs, ys
     edges = np.linspace(1, len(xs) - 1, (limit - 2) // 2 + 1).astype(int)

@@ -1,13 +1,13 @@
-"""The run folder: what a run leaves behind, and the care with which it is written.
+"""The run folder, and how it is read and written safely.
 
-plan.json           how it was run
-events.jsonl        what happened
-checkpoints/        what it can be resumed from
+plan.json           the plan
+events.jsonl        the events
+checkpoints/        the checkpoints to resume from
 model.safetensors   the weights
-adapters/           those of peft alone, if the model has any, as peft reads them
-pretrained/         of a model of transformers all but the weights, as from_pretrained reads it
-report.html         all of it for people
-tensorboard/        curves and texts for TensorBoard, if asked for
+adapters/           adapters of peft alone, if the model has any, as peft reads them
+pretrained/         for a model of transformers, all but the weights, as from_pretrained reads it
+report.html         the report
+tensorboard/        curves and texts for TensorBoard, if requested
 """
 
 from __future__ import annotations
@@ -43,22 +43,23 @@ CHECKPOINTS, ADAPTERS = "checkpoints", "adapters"
 PRETRAINED, TENSORBOARD = "pretrained", "tensorboard"
 
 _IN_USE = ".in-use"
-"""Held by rank 0 of the run that writes there."""
+"""Name of the lock file, held by rank 0 of the run that writes to the folder."""
 
 
 _NAME_LENGTH = 60
-"""Characters of a task's name that a folder's name has at most: file systems have 255 bytes."""
+"""Maximum number of characters of a task's name in a folder's name; file systems allow 255 bytes."""
 
 
 class RunFolder:
-    """A sink that keeps plan and events in a folder, from the event that opens the run: a run that
-    cannot begin leaves the folder, with the run that may be in it, as it is. Events that find no room
-    later, on a full disk say, are left out, and a warning tells so: training goes on.
+    """A sink that writes the plan and the events of a run to a folder. Nothing is written or deleted
+    before the first event, so a run that fails to start leaves an earlier run in the folder unchanged.
+    Later events that cannot be written, for example because the disk is full, are omitted with a
+    warning, and training continues.
 
     Args:
-        folder: of the run.
-        plan: of the run.
-        resume: the run that is there goes on; else its files are deleted.
+        folder: the run folder.
+        plan: plan of the run.
+        resume: whether to continue the run in the folder; if False, its files are deleted.
     """
 
     def __init__(self, folder: Path, plan: Plan, resume: bool = False) -> None:
@@ -100,7 +101,7 @@ class RunFolder:
 
 
 def run_files(folder: Path) -> dict[str, Path]:
-    """The files of a run folder that are there, by what they hold."""
+    """The existing files of a run folder, by their content."""
     names = {
         "plan": PLAN_FILE,
         "events": EVENTS_FILE,
@@ -112,20 +113,19 @@ def run_files(folder: Path) -> dict[str, Path]:
 
 
 def last_plan(folder: Path) -> Plan | None:
-    """The plan that the run in `folder` followed last; None if there is no run, or none that can be
-    read."""
+    """The last plan of the run in `folder`; None if there is no run, or it cannot be read."""
     with contextlib.suppress(InputError):
         return _told_by(folder).read_plan()
     return None
 
 
 def unfinished_step(folder: Path) -> int | None:
-    """The last step of the run in `folder`, if it has a checkpoint and is not finished; else None."""
+    """The last step of the run in `folder` if it has checkpoints and is not finished, else None."""
     saved = [one.name.removeprefix("step-") for one in (folder / CHECKPOINTS).glob("step-*")]
     if not saved:
         return None
     newest = max(int(number) if number.isdecimal() else 0 for number in saved)
-    with contextlib.suppress(InputError):  # the log is gone, and the checkpoints are there
+    with contextlib.suppress(InputError):  # the log is missing, but there are checkpoints
         told = _told_by(folder)
         return None if told.finished else told.step or newest
     return newest
@@ -133,11 +133,11 @@ def unfinished_step(folder: Path) -> int | None:
 
 @contextlib.contextmanager
 def output_folder(folder: Path, option: str = "--out") -> Iterator[Path]:
-    """`folder`, made if need be and seen to be writable before any work is done for it. If the body
-    fails before it has written a file, what was made is taken away again. `option` is where another
-    can be given.
+    """Create `folder` if needed, and check that it is writable before any work is done. If the body
+    fails before it has written a file, the created folders are deleted. `option` is the command line
+    option named in the error message.
 
-    Raises `InputError` if nothing can be written there.
+    Raises `InputError` if the folder is not writable.
     """
     made = _missing(folder)
     try:
@@ -159,11 +159,11 @@ def output_folder(folder: Path, option: str = "--out") -> Iterator[Path]:
 
 @contextlib.contextmanager
 def run_folder(folder: Path, resume: bool = False, again: bool = False) -> Iterator[Path]:
-    """`folder` as an `output_folder`, for one run at a time. `again`: its ranks were started again, so
-    whoever has it is one of them that has not ended yet.
+    """An `output_folder` that is locked for one run at a time. `again`: the ranks of the run were
+    restarted, so the lock may still be held by one of them that has not exited yet.
 
-    Raises `InputError` if another run has it, or the run that is there is not finished and is not to be
-    resumed.
+    Raises `InputError` if another run uses the folder, or if it holds an unfinished run with
+    checkpoints and `resume` is False.
     """
     with output_folder(folder), kept_by_one(folder / _IN_USE) as alone:
         if not (alone or again):
@@ -181,10 +181,10 @@ def run_folder(folder: Path, resume: bool = False, again: bool = False) -> Itera
 
 @contextlib.contextmanager
 def new_folder(parent: Path, name: str) -> Iterator[Path]:
-    """The first of `parent`/NAME-1, NAME-2, ... that is not there yet, made: so no other run takes it.
-    Taken away again at the end if nothing is in it then.
+    """Create the first of `parent`/NAME-1, NAME-2, ... that does not exist, so that no other run uses
+    it. The folder is deleted at the end if it is empty.
 
-    Raises `InputError` if it cannot be made.
+    Raises `InputError` if it cannot be created.
     """
     made = _missing(parent)
     try:
@@ -194,7 +194,7 @@ def new_folder(parent: Path, name: str) -> Iterator[Path]:
             try:
                 folder.mkdir()
                 break
-            except FileExistsError:  # by another run, meanwhile
+            except FileExistsError:  # created by another run meanwhile
                 folder = next_folder(parent, name)
     except OSError as error:
         raise InputError(
@@ -207,8 +207,8 @@ def new_folder(parent: Path, name: str) -> Iterator[Path]:
 
 
 def next_folder(parent: Path, name: str) -> Path:
-    """The first of `parent`/NAME-1, NAME-2, ... that is not there yet. What a file name cannot have, or
-    would lead out of `parent`, is replaced in `name`."""
+    """The first of `parent`/NAME-1, NAME-2, ... that does not exist. Characters of `name` that are not
+    allowed in file names, or would lead out of `parent`, are replaced or removed."""
     plain = "".join("-" if one in "/\\" or not one.isprintable() else one for one in name)
     plain = plain.lstrip(".- ")[:_NAME_LENGTH] or "run"
     number = 1
@@ -218,15 +218,15 @@ def next_folder(parent: Path, name: str) -> Path:
 
 
 def _take_away(made: Sequence[Path]) -> None:
-    """Delete these folders, innermost first, up to one that is not empty: it is kept, and so are those
-    above it."""
+    """Delete these folders, innermost first, up to the first that is not empty. That folder and its
+    parents are kept."""
     with contextlib.suppress(OSError):
         for level in made:
             level.rmdir()
 
 
 def _missing(folder: Path) -> list[Path]:
-    """The folders that are to be made for `folder` to be there, innermost first."""
+    """The folders that must be created for `folder` to exist, innermost first."""
     missing: list[Path] = []
     for level in (folder, *folder.parents):
         if os.path.lexists(level):
@@ -240,16 +240,16 @@ def _missing(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class PastRun:
-    """A run, as its folder tells it.
+    """A run, as recorded in its folder.
 
     Attributes:
-        folder: of the run.
-        task: its name.
-        source, source_sha256, settings: what the task was loaded by, see `RunStarted`; empty where that
-            is not recorded.
-        plan: that was followed last.
-        step, epoch: how far training has come.
-        finished: whether it came to its end, so that the file of weights is of that end.
+        folder: the run folder.
+        task: name of the task.
+        source, source_sha256, settings: what the task was loaded from, see `RunStarted`; empty if not
+            recorded.
+        plan: the last plan of the run.
+        step, epoch: last step and epoch of training.
+        finished: whether the run has finished, so that the weights file holds the final weights.
     """
 
     folder: Path
@@ -264,24 +264,24 @@ class PastRun:
 
     @property
     def weights(self) -> Path:
-        """The file of weights of a run that has finished."""
+        """Path of the weights file, which a finished run has."""
         return self.folder / WEIGHTS_FILE
 
     @property
     def has_final_weights(self) -> bool:
-        """Whether that file is there, and is of where the run stands: one that is left of an earlier
-        end of a run that was taken up again is not."""
+        """Whether the weights file exists and matches the state of the run. A file from an earlier end
+        of a run that has been resumed since does not."""
         return self.finished and self.weights.is_file()
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
+        """Path of the folder of checkpoints."""
         return self.folder / CHECKPOINTS
 
 
 def read_run(run: str | os.PathLike[str]) -> PastRun:
-    """What the folder `run` tells. Raises `InputError` if it is no run folder, or no start of a run is
-    in its log."""
+    """Read the run in the folder `run`. Raises `InputError` if it is not a run folder, or if its log
+    has no start of a run with a readable plan."""
     folder = Path(run)
     if not (folder / EVENTS_FILE).is_file():
         raise InputError(not_a_run(folder))
@@ -310,7 +310,7 @@ def read_run(run: str | os.PathLike[str]) -> PastRun:
 
 @dataclass(slots=True)
 class _Told:
-    """What the log of a run tells of how far it has come."""
+    """The state of a run according to its log."""
 
     started: RunStarted | None = None
     plan: Mapping[str, Any] | None = None
@@ -330,7 +330,7 @@ def _told_by(folder: Path) -> _Told:
         if isinstance(event, RunStarted | Replanned | CompileDecided):
             told.plan = event.plan
         elif isinstance(event, Tried) and (plan := told.plan) is not None:
-            told.plan = dict(plan, rivals=())  # it has been found out
+            told.plan = dict(plan, rivals=())  # their times are known now
         elif isinstance(event, StepDone | Evaluated):
             told.step, told.epoch = event.step, event.epoch
         elif isinstance(event, RunEnded):
@@ -341,7 +341,7 @@ def _told_by(folder: Path) -> _Told:
 
 
 def not_a_run(folder: Path) -> str:
-    """What is to be said of a `folder` that is none of a run."""
+    """The error message for a `folder` that is not a run folder."""
     if not folder.exists():
         return (
             f"{folder} does not exist (looked from {os.getcwd()}): give the folder that 'anybatch"

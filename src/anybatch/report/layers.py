@@ -1,10 +1,10 @@
-"""Layers: the modules of a model as a table that people can read, however deep the model is.
+"""The modules of a model as a table of rows that stays readable for deep models.
 
-Blocks that are alike stand in one row with their sums, and one of them is shown from within:
+Alike blocks are merged into one row with their sums, and the contents of one of them are shown:
 
     emb                      147 MiB
-    blocks.0-11 (12 alike)   972 MiB     all of them
-      blocks.0              81.0 MiB     one of them, and what it consists of
+    blocks.0-11 (12 alike)   972 MiB     sum of all blocks
+      blocks.0              81.0 MiB     one block, and its modules
         qkv                 20.3 MiB
         ...
     head                     147 MiB
@@ -26,26 +26,26 @@ PARTS = (
     ("buffers", "buffer_bytes"),
     ("activations", "activation_bytes"),
 )
-"""Columns of bytes, and where `LayerBytes` has them."""
+"""Columns of bytes, and the attributes of `LayerBytes` that hold them."""
 
 ROWS = 30
-"""Rows of a table whose depth nobody chose: as many levels are unfolded as it holds."""
+"""Maximum number of rows if no depth is given: levels are expanded as long as they fit."""
 
 _ALIKE = 0.02
-"""Blocks of one structure are alike if their bytes differ by no more than this part of them."""
+"""Maximum relative difference in bytes between blocks of the same structure that count as alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row.
+    """One row of the table.
 
     Attributes:
-        name: of a module, or of several that are alike.
-        depth: of its indentation.
+        name: name of a module, or of several alike modules.
+        depth: indentation level.
         type_name: the module's class.
-        output: shape of what it returns; empty where it is not known.
+        output: shape of the module's output; empty if unknown.
         sizes: bytes in the order of `PARTS`.
-        is_part: whether its bytes are in a row above it too.
+        is_part: whether its bytes are also included in a row above.
     """
 
     name: str
@@ -57,13 +57,13 @@ class Row:
 
     @property
     def total_bytes(self) -> int:
-        """All of its bytes."""
+        """Sum of `sizes`."""
         return sum(self.sizes)
 
 
 @dataclass(slots=True)
 class _Node:
-    """A module, or several that are alike, with all that is in it."""
+    """A module, or several alike modules, with its submodules."""
 
     name: str
     type_name: str
@@ -79,7 +79,8 @@ class _Node:
 
 
 def rows_of(ledger: Ledger, depth: int | None = None) -> list[Row]:
-    """The layers of `ledger`, unfolded to `depth` levels; None: as many as a page of rows holds."""
+    """The layers of `ledger`, expanded to `depth` levels; None: as many levels as fit in `ROWS` rows,
+    at least one."""
     root = _tree(ledger)
     if depth is not None:
         return list(_rows(root, depth))
@@ -93,7 +94,7 @@ def rows_of(ledger: Ledger, depth: int | None = None) -> list[Row]:
 
 
 def every_row(ledger: Ledger) -> list[Row]:
-    """Every module with bytes of its own, alike or not."""
+    """One row for every module with bytes of its own; alike modules are not merged."""
     return [
         Row(
             _name(layer.name, layer.type_name),
@@ -140,7 +141,7 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def _fold(node: _Node) -> None:
-    """Sums from below, modules without bytes left out, alike ones put together."""
+    """Sum bytes bottom up, drop modules without bytes, and merge alike ones."""
     for child in node.children:
         _fold(child)
     children = [child for child in node.children if child.own or child.children]
@@ -154,7 +155,7 @@ def _fold(node: _Node) -> None:
 
 
 def _grouped(nodes: Sequence[_Node]) -> Iterator[_Node]:
-    """`nodes` with each run of alike ones in a node of its own."""
+    """`nodes`, with consecutive alike nodes merged into one."""
     begin = 0
     for i in range(1, len(nodes) + 1):
         if i < len(nodes) and _are_alike(nodes[begin], nodes[i]):
@@ -172,8 +173,8 @@ def _grouped(nodes: Sequence[_Node]) -> Iterator[_Node]:
 
 
 def _are_alike(one: _Node, other: _Node) -> bool:
-    """Numbered neighbours of one structure, with the same bytes. A layer with nothing in it is one row
-    in any case."""
+    """Whether two neighbors are numbered and have the same structure and nearly the same bytes. Layers
+    without children are never merged."""
     if not (one.children and other.children):
         return False
     numbered = all(node.name.rpartition(".")[2].isdigit() for node in (one, other))
@@ -186,14 +187,15 @@ def _are_alike(one: _Node, other: _Node) -> bool:
 
 
 def _passed(node: _Node) -> _Node:
-    """What stands for `node` in a table: the only thing in it, where it has no bytes of its own."""
+    """The node shown for `node` in a table: a node without bytes of its own and with a single child is
+    replaced by that child."""
     while node.own is None and node.alike == 1 and len(node.children) == 1:
         node = node.children[0]
     return node
 
 
 def _rows(node: _Node, depth: int, level: int = 0, above: str = ".") -> Iterator[Row]:
-    """The row of `node`, and those of `depth` levels inside it; the root has none."""
+    """The row of `node`, and the rows of `depth` levels inside it. The root has no row."""
     is_root = node.name == "."
     if not is_root:
         yield _row(node, level, above, bool(level))

@@ -14,7 +14,7 @@ from anybatch.units import format_bytes
 if TYPE_CHECKING:
     from anybatch.estimate.ledger import Ledger, Moment
 
-_KIND_COLORS = {  # from the bottom of the picture up: what stays, what grows, what comes and goes
+_KIND_COLORS = {  # from the bottom of the figure up: constant, growing, temporary
     "device context": "--grey",
     "libraries": "--ink-2",
     "libraries' workspaces": "--ink-2",
@@ -33,14 +33,15 @@ _KIND_COLORS = {  # from the bottom of the picture up: what stays, what grows, w
 _PART_COLORS = ("--blue", "--teal", "--violet", "--blue-faint", "--amber")  # of `PARTS`
 _MAX_BARS = 30
 _LEAST_SHOWN = 0.002
-"""Kinds that never come to this part of the most are not drawn."""
+"""Kinds that never exceed this fraction of the peak are not drawn."""
 
 _NAME_WIDTH = 0.17
-"""Part of the picture that the name of a phase takes on a narrow screen."""
+"""Fraction of the figure's width that the name of a phase takes on a narrow screen."""
 
 
 def over_time(ledger: Ledger, budget: int | None) -> Figure:
-    """Bytes in use over one step, as areas by kind, and what the process holds as a line above them."""
+    """A figure of the bytes in use over one step, as stacked areas by kind, and the bytes held by the
+    process, as a line above them."""
     moments, peak = ledger.curve or (ledger.peak,), ledger.peak
     top = max(moment.num_bytes for moment in moments)
     scale, unit = byte_scale(max(top, 1))
@@ -78,7 +79,7 @@ def over_time(ledger: Ledger, budget: int | None) -> Figure:
 
 
 def by_kind(ledger: Ledger) -> Figure:
-    """Bytes when most is in use."""
+    """A figure of the bytes by kind at the peak."""
     kinds = sorted(((size, kind) for kind, size in ledger.by_kind.items() if size), reverse=True)
     scale, unit = byte_scale(max([1, *(size for size, _ in kinds)]))
     bars = [
@@ -92,7 +93,7 @@ def by_kind(ledger: Ledger) -> Figure:
 
 
 def by_layer(ledger: Ledger) -> Figure:
-    """The layers, alike ones together, the largest of them if there are many."""
+    """A figure of the bytes by layer, with alike layers merged; only the largest if there are many."""
     rows = [row for row in rows_of(ledger, 1) if not row.is_part]
     kept = sorted(rows, key=lambda row: -row.total_bytes)[:_MAX_BARS]
     shown = [row for row in rows if row in kept]
@@ -128,7 +129,7 @@ def _hover(moment: Moment) -> str:
 
 
 def _phases(moments: Sequence[Moment]) -> Iterator[tuple[str, int, int]]:
-    """(phase, first and last operation) of each stretch of moments in one phase."""
+    """(phase, first operation, last operation) of each sequence of moments in one phase."""
     begin = 0
     for place in range(1, len(moments) + 1):
         if place == len(moments) or moments[place].phase != moments[begin].phase:
@@ -138,7 +139,8 @@ def _phases(moments: Sequence[Moment]) -> Iterator[tuple[str, int, int]]:
 
 
 def _names(phases: Sequence[tuple[str, int, int]]) -> list[tuple[float, str]]:
-    """Phases at the middle of each, the longest where names would meet."""
+    """(position, name) of the phases, each at its middle. Where names would overlap, only the longest
+    phase is named."""
     room = _NAME_WIDTH * (phases[-1][2] - phases[0][1])
     named: list[tuple[float, str]] = []
     for phase, begin, end in sorted(phases, key=lambda it: it[1] - it[2]):

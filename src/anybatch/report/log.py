@@ -1,8 +1,9 @@
-"""The run's log: one event per line of JSON, appended as it happens.
+"""The event log of a run: one JSON object per line, appended as events occur.
 
-A line is handed to the operating system whole, before the next step begins: what the log holds
-survives a kill of the process. The one line that a kill can tear is the last; it is dropped when
-the log is read, and removed when a resumed run appends, so that it never hides in the middle.
+Each line is passed to the operating system whole, before the next step begins, so the log survives a
+kill of the process. Only the last line can be incomplete after a kill. An incomplete last line is
+ignored when the log is read, and removed when a resumed run appends to it, so that it never ends up in
+the middle.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from anybatch.process.files import Records
 _LOOK_SECONDS = 0.1
 
 _LONGEST_LINE = 1 << 22
-"""Of a log that grows to gigabytes no more than this is read to find the last line."""
+"""Maximum number of bytes read to find the last line; a log may grow to gigabytes."""
 
 _STEP = f'{{"kind": "{StepDone.kind}",'.encode()
-"""So the line of a step begins."""
+"""Prefix of the line of a `StepDone` event."""
 
 
 class EventLog:
     """A sink that appends every event to the file `path`.
 
-    Raises `InputError` if the file cannot be opened or written; the lines before stay whole.
+    Raises `InputError` if the file cannot be opened or written; earlier lines stay intact.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -66,11 +67,12 @@ class EventLog:
 
 
 def iterate(path: str | os.PathLike[str], every_step: bool = True) -> Iterator[Event]:
-    """The events of the log `path`, one at a time: a long run's log need not fit in memory. Damaged
-    lines are left out, and a warning at the end says so; a torn last line is no damage. Of steps that
-    follow each other only the last is read unless `every_step`: a log of a million takes a second.
+    """Iterate over the events of the log `path`, one at a time, so that the log need not fit in memory.
+    Damaged lines are skipped, with a warning at the end; an incomplete last line is not damage. Unless
+    `every_step`, only the last of consecutive steps is parsed; a log of a million steps then takes a
+    second.
 
-    Raises `InputError` if it cannot be read.
+    Raises `InputError` if the log cannot be read.
     """
     num_damaged, first = 0, ""
     try:
@@ -91,7 +93,7 @@ def iterate(path: str | os.PathLike[str], every_step: bool = True) -> Iterator[E
 
 
 def _last_steps(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """`lines`, of whole ones of steps that follow each other only the last."""
+    """`lines`, keeping only the last of consecutive complete lines of steps."""
     step: tuple[int, bytes] | None = None
     for number, line in lines:
         if line.startswith(_STEP) and line.endswith(b"}\n"):
@@ -106,12 +108,12 @@ def _last_steps(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes
 
 
 def read(path: str | os.PathLike[str]) -> list[Event]:
-    """All events of the log `path`, in order. Warns and raises `InputError` as `iterate` does."""
+    """Read all events of the log `path`, in order. Warns and raises `InputError` like `iterate`."""
     return list(iterate(path))
 
 
 def _parsed(line: bytes) -> Event | str:
-    """The event, or what is wrong with the line."""
+    """The event of a line, or a description of the error if the line is invalid."""
     try:
         return from_json(line.decode())
     except (ValueError, TypeError, RecursionError) as error:  # TypeError: a field is missing
@@ -119,7 +121,7 @@ def _parsed(line: bytes) -> Event | str:
 
 
 def _mend(path: Path) -> None:
-    """Complete or remove a last line without line end, onto which the next would be glued."""
+    """Complete or remove a last line without a newline, to which the next line would be joined."""
     if not path.is_file():
         return
     with path.open("r+b") as file:
@@ -140,8 +142,8 @@ def _unwritable(path: Path, error: OSError) -> InputError:
 
 
 class Ending:
-    """A sink that raises `StopTraining` once a sink of `follow`, in another process, has raised it on
-    the events in the log `path`."""
+    """A sink that raises `StopTraining` at the next step after a sink of `follow`, in another process,
+    has raised it for an event of the log `path`."""
 
     def __init__(self, path: Path) -> None:
         self._path = _ending(path)
@@ -157,11 +159,12 @@ def _ending(path: Path) -> Path:
 
 @contextlib.contextmanager
 def follow(path: str | os.PathLike[str], sinks: Sequence[Sink]) -> Iterator[None]:
-    """Give `sinks` every event that another process appends to the log `path` meanwhile, in order and
-    soon; at the end of the block all that is there has been given. The log need not be there yet.
+    """Pass the events of the log `path`, to which another process appends, to `sinks`, in order and
+    with little delay. At the end of the block, all events in the log have been passed. The log need
+    not exist yet.
 
-    Sinks are called in a thread of its own. What one raises is raised at the end of the block, but for
-    `StopTraining`, which `Ending` hands to the process that trains.
+    Sinks are called in a separate thread. An exception raised by a sink is raised at the end of the
+    block, except for `StopTraining`, which `Ending` raises in the training process.
     """
     if not sinks:
         yield

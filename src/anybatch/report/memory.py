@@ -1,4 +1,5 @@
-"""A ledger as sections of text and tables: printed to a terminal here, made a page by `memory_page`."""
+"""A ledger as sections of text and tables. Printed to a terminal by this module, and rendered as an
+HTML page by `memory_page`."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from anybatch.planner.knobs import Knob
 
 OVER_TIME, BY_KIND, BY_LAYER = "Over one step", "When most is in use, by kind", "By layer"
-"""Titles of the sections to which a page adds a figure."""
+"""Titles of the sections to which the page adds a figure."""
 
 _MAX_HELD = 12
 _NARROW, _WIDE = 76, 112
-"""Columns of a terminal that has room for all parts of a layer, and for its type and output."""
+"""Minimum terminal width, in columns, to show all parts of a layer, and also its type and output."""
 
 _STATED_BELOW = ("predicted peak", "predicted step", "timing")
 
@@ -42,17 +43,18 @@ _ACCOUNTS = {
         "total": "resident, beyond what the process had; the budget is of this",
     },
 }
-"""What each account of a device's memory counts."""
+"""Description of what each memory account counts, by type of device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Part of a page or of what a terminal shows.
+    """A section of the page or of the terminal output.
 
     Attributes:
-        sentences: above the table.
-        figures: on a page.
-        more: a table that is opened by a click on its title, on a page.
+        sentences: shown above the table.
+        figures: shown only on the page.
+        more: title and content of a collapsed table, expanded by a click on its title. Shown only on
+            the page.
     """
 
     title: str
@@ -70,10 +72,10 @@ def print_ledger(
     depth: int | None = None,
     every_layer: bool = False,
 ) -> None:
-    """Print `ledger`, made for `plan`, and what would shrink the peak.
+    """Print `ledger`, computed for `plan`, and the memory-saving measures `knobs`.
 
-    Layers are unfolded to `depth` levels (None: as far as a page of rows goes), or all of them are
-    listed, `every_layer`.
+    Layers are expanded to `depth` levels (None: as many as fit in `layers.ROWS` rows). If
+    `every_layer`, all layers are listed instead.
     """
     rows = every_row(ledger) if every_layer else rows_of(ledger, depth)
     for section in sections_of(plan, ledger, knobs, layers(rows, ledger, console.width)):
@@ -84,7 +86,7 @@ def print_ledger(
 
 
 def _shown(table: Table) -> RenderableType:
-    """Columns without titles are pairs of words."""
+    """`table` for a terminal. A table without column titles is printed as pairs of words."""
     if any(title for title, _ in table.columns):
         return printed(table)
     return pairs((row[0], row[1]) for row in table.rows)
@@ -93,7 +95,7 @@ def _shown(table: Table) -> RenderableType:
 def sections_of(
     plan: Plan, ledger: Ledger, knobs: Sequence[Knob], by_layer: Table
 ) -> list[Section]:
-    """All that is known of `ledger`; `by_layer` has its layers."""
+    """All sections about `ledger`. `by_layer` is the table of its layers."""
     sections = [
         Section(f"Memory of a step of {plan.task.name}", table=_assumptions(plan, ledger)),
         Section("Most bytes at any time", table=_totals(plan, ledger)),
@@ -112,7 +114,7 @@ def sections_of(
 
 
 def where(moment: Moment) -> str:
-    """The place of a moment in a step: `backward of blocks.3: addmm`."""
+    """The position of a moment in a step, in words: `backward of blocks.3: addmm`."""
     is_plain = not moment.module or moment.module.endswith(moment.phase)
     phase = moment.phase if is_plain else f"{moment.phase} of {moment.module}"
     operation = moment.operation.removeprefix("aten.").removesuffix(".default")
@@ -123,7 +125,7 @@ def where(moment: Moment) -> str:
 
 
 def _assumptions(plan: Plan, ledger: Ledger) -> Table:
-    """The plan, without the figures that are stated below."""
+    """A table of the plan, without the figures that are shown in later sections."""
     budget = plan.budget_bytes
     part = f" ({ledger.num_bytes / budget:.0%} of {format_bytes(budget)})" if budget else ""
     rows = [line for line in plan.explain() if line[0] not in _STATED_BELOW]
@@ -145,7 +147,8 @@ def _totals(plan: Plan, ledger: Ledger) -> Table:
 
 
 def layers(rows: Sequence[Row], ledger: Ledger, width: int | None = None) -> Table:
-    """`rows` and their total; fewer columns in a terminal that has only `width`."""
+    """A table of `rows` and the total of all layers. Columns are dropped if `width` columns of a
+    terminal are too few for them."""
     total = total_row(ledger)
     is_wide = width is None or width >= _WIDE
     parts = [(title, i) for i, (title, _) in enumerate(PARTS) if total.sizes[i]]
@@ -192,7 +195,7 @@ def _held(held: Sequence[Holding]) -> Table:
 
 
 def _together(held: Sequence[Holding]) -> list[Holding]:
-    """What alike layers hold in one line, the largest first: `blocks.*.up (12 alike)`."""
+    """Holdings, with those of alike layers merged, largest first: `blocks.*.up (12 alike)`."""
     alike: dict[tuple[str, str, int, int], list[Holding]] = {}
     for one in held:
         name = re.sub(r"(?<![^.])\d+(?![^.])", "*", one.module)
@@ -212,7 +215,7 @@ def _together(held: Sequence[Holding]) -> list[Holding]:
 
 
 def _phases(ledger: Ledger) -> Table:
-    """The most bytes in use, and held by the allocator, in each phase of a step."""
+    """A table of the maximum bytes in use, and held by the allocator, in each phase of a step."""
     moments = ledger.curve or (ledger.peak,)
     rows: list[tuple[str, str, str]] = []
     for phase, run in groupby(moments, key=lambda moment: moment.phase):
@@ -223,7 +226,8 @@ def _phases(ledger: Ledger) -> Table:
 
 
 def _knobs(knobs: Iterable[Knob], peak_bytes: int) -> Table:
-    """The peak and the step with each knob turned, where the peak is `peak_bytes` as it is."""
+    """A table of the predicted peak and step time with each knob alone. `peak_bytes` is the peak
+    without any."""
     rows = [
         (
             knob.what,

@@ -1,4 +1,4 @@
-"""Pages besides that of a run: a ledger, and the plans of a task as memory against time."""
+"""HTML pages of a ledger, and of the plans for a task as memory against time."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def write_ledger(
     ledger: Ledger,
     knobs: Sequence[Knob],
 ) -> Path:
-    """Write `ledger`, made for `plan`, as a page that works offline. Raises `InputError` if it cannot
-    be written."""
+    """Write `ledger`, computed for `plan`, as an HTML page that works offline. Raises `InputError` if
+    it cannot be written."""
     budget = f"of {format_bytes(plan.budget_bytes)}" if plan.budget_bytes else ""
     tiles = [
         ("predicted peak", format_bytes(ledger.num_bytes), budget),
@@ -70,7 +70,8 @@ def write_ledger(
 
 
 def write_frontier(path: str | os.PathLike[str], plan: Plan) -> Path:
-    """Write what memory buys in time, as a page. Raises `InputError` if it cannot be written."""
+    """Write the trade-off between memory and time for `plan` as an HTML page. Raises `InputError` if it
+    cannot be written."""
     tiles: list[tuple[str, str, str]] = []
     if plan.prediction is not None:
         tiles = [

@@ -1,7 +1,7 @@
-"""The run as one HTML page that works offline: made from the run's folder, and nothing else.
+"""The report of a run: one HTML page that works offline, generated from the run folder alone.
 
-Figures are part of the page, and the page's own policy forbids it to load anything: a report sent by
-mail shows years later what it shows now, and tells nobody that it was opened.
+Figures are embedded, and the page's content security policy forbids it to load external resources, so
+a report sent by mail looks the same years later and does not reveal that it was opened.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ from anybatch.report.terminal import comparison_table
 from anybatch.units import format_bytes, format_count, format_seconds
 
 MAX_EVENTS = 400
-"""Rows of the table of events; a run that has more tells its beginning and its end."""
+"""Maximum number of rows in the table of events. If a run has more events, the first and last are
+shown."""
 
 
 def write(folder: str | os.PathLike[str]) -> Path:
-    """Write `report.html` into the run's `folder`, whole or not at all, and return its path.
+    """Write `report.html` to the run's `folder` atomically, and return its path.
 
     Reads `plan.json` and `events.jsonl`. Raises `InputError` if they cannot be read, or the page
     cannot be written.
@@ -57,7 +58,7 @@ def write(folder: str | os.PathLike[str]) -> Path:
 
 
 def render(template: str, figures: Iterable[Figure], **values: Any) -> str:
-    """The page of a template of this package, filled with `values`; its script reads the `figures`."""
+    """Render a template of this package with `values`. The page's script reads `figures`."""
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_read),
         autoescape=True,
@@ -139,7 +140,7 @@ def _header(plan: Plan, record: Record) -> dict[str, str]:
 
 
 def _tiles(plan: Plan, record: Record) -> list[tuple[str, str, str]]:
-    """(label, figure, remark) of what a reader wants to know first."""
+    """The key figures of the run, as (label, figure, remark)."""
     tiles: list[tuple[str, str, str]] = []
     if record.evaluations:
         last = record.evaluations[-1]
@@ -274,8 +275,8 @@ def _rejected(plan: Plan) -> Table:
 
 
 def _how_it_was_run(record: Record) -> list[tuple[str, str]]:
-    """(what, how) lines beside the command, for whoever wants to run it again. The versions are those
-    of the last start."""
+    """The environment of the run as (what, how) lines, shown with the command so that the run can be
+    repeated. Versions are from the last start."""
     if not record.starts:
         return []
     ended = f", ended {_moment(record.ended.time)}" if record.ended else ""

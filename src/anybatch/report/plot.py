@@ -1,9 +1,9 @@
-"""Plots as plain data, and their drawing as inline SVG, which every browser shows, without a library:
-a page is a few dozen kilobytes, and works offline and for years.
+"""Plots as plain data, drawn as inline SVG, which every browser shows without a library: a page is a
+few dozen kilobytes, and keeps working offline for years.
 
 A figure has traces (lines, points, areas, horizontal bars), two axes, and marks: lines across the plot
-at one value. Colours are names of custom properties of the page's style sheet (`--blue`), so that one
-figure serves the light theme and the dark one.
+at one value. Colors are names of custom properties of the page's style sheet (`--blue`), so that one
+figure works in both the light and the dark theme.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, final
 
 WIDE, NARROW = 760, 440
-"""Of a figure, in its own units, of which a line of text takes 18: a page scales the drawing, and shows
-the one whose text can be read."""
+"""Widths of a figure in its own units; a line of text is 18 units high. The page scales the drawings,
+and shows the one whose text is readable."""
 
-_CHARACTER, _LINE = 6.6, 18.0  # of text, on average
+_CHARACTER, _LINE = 6.6, 18.0  # average width of a character, and height of a line
 _TOP, _RIGHT = 14.0, 14.0
-_ABOVE = 20.0  # of labels above the plot
-_THIN = 3.0  # a bar has no edge, which would hide it
-_MOST_NAMED = 0.4  # of the width, by names of rows
+_ABOVE = 20.0  # height of labels above the plot
+_THIN = 3.0  # bars up to this width have no edge, which would hide them
+_MOST_NAMED = 0.4  # maximum fraction of the width for names of rows
 
 Values: TypeAlias = Sequence[float | None]
 """None is a gap."""
@@ -36,9 +36,9 @@ class Axis:
     """An axis.
 
     Attributes:
-        range: the values at both ends; None: around what is drawn, or from zero.
-        ticks: value and name of each; None: at round values.
-        grid: whether lines cross the plot at the ticks.
+        range: values at both ends; None: the range of the data with a margin, or from zero.
+        ticks: (value, name) of each tick; None: at round values.
+        grid: whether grid lines are drawn at the ticks.
     """
 
     title: str = ""
@@ -51,12 +51,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class Trace:
-    """Values in one colour.
+    """Values drawn in one color.
 
     Attributes:
-        kind: an area is between `low` and `y`; bars are in the rows `y`, from `low` to `x`.
-        text: of each value, shown below the pointer.
-        stairs: values are joined by a horizontal line, then a vertical one.
+        kind: an area extends from `low` to `y`; bars are in the rows `y`, from `low` to `x`.
+        text: text of each value, shown when the pointer is over it.
+        stairs: whether consecutive values are joined by a horizontal line, then a vertical one.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Mark:
-    """A line across the plot where the axis has `value`, and its label."""
+    """A line across the plot at `value` of an axis, with a label."""
 
     axis: Literal["x", "y"]
     value: float
@@ -85,7 +85,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot; `alt` says in words what it shows."""
+    """A plot. `alt` describes its content in words."""
 
     id: str
     title: str
@@ -99,13 +99,13 @@ class Figure:
 
 
 def draw(figure: Figure) -> str:
-    """The figure as two SVG elements, for wide and narrow places, and its legend, whose text stays as
-    large as that of the page."""
+    """Draw the figure as two SVG elements, for wide and narrow screens, and a legend, whose text has
+    the size of the page's text."""
     return svg(figure, WIDE) + svg(figure, NARROW) + _legend(figure)
 
 
 def svg(figure: Figure, width: float = WIDE) -> str:
-    """The figure as an SVG element."""
+    """Draw the figure as an SVG element."""
     return _Drawing(figure, width).element()
 
 
@@ -126,7 +126,7 @@ def _legend(figure: Figure) -> str:
 
 @final
 class _Scale:
-    """Where values are between the ends of an axis, and where its ticks are."""
+    """Positions of values between the ends of an axis, and of its ticks."""
 
     def __init__(self, axis: Axis, values: Values) -> None:
         self.axis = axis
@@ -148,7 +148,8 @@ class _Scale:
         self.ticks = [(part, name) for part, name in parts if part is not None and 0 <= part <= 1]
 
     def part(self, value: float | None) -> float | None:
-        """0 at the first end, 1 at the second; None: it has no place."""
+        """The position of `value`: 0 at the first end, 1 at the second. None for a gap, and on a
+        logarithmic axis for values that are not positive."""
         place = self._place(value)
         return None if place is None else (place - self.low) / (self.high - self.low)
 
@@ -159,7 +160,7 @@ class _Scale:
 
 
 def _round_values(low: float, high: float, most: int = 7) -> list[float]:
-    """1, 2 or 5 times a power of ten apart."""
+    """Round values between `low` and `high`, 1, 2 or 5 times a power of ten apart."""
     low, high = min(low, high), max(low, high)
     least = (high - low) / most
     power = 10.0 ** math.floor(math.log10(least))
@@ -169,7 +170,8 @@ def _round_values(low: float, high: float, most: int = 7) -> list[float]:
 
 
 def _round_powers(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times the powers of ten between two logarithms; fewer where they would crowd."""
+    """1, 2 and 5 times the powers of ten between two logarithms; only the powers of ten if there are
+    more than four."""
     powers = range(math.floor(low), math.ceil(high) + 1)
     return [
         float(f"{digit}e{power}")
@@ -183,7 +185,7 @@ _Point: TypeAlias = tuple[float, float]
 
 @final
 class _Drawing:
-    """One figure. y grows downwards, as in SVG."""
+    """The drawing of one figure. y increases downward, as in SVG."""
 
     def __init__(self, figure: Figure, width: float) -> None:
         self._figure, self._width = figure, width
@@ -203,7 +205,8 @@ class _Drawing:
         self._bottom = figure.height - (_LINE + 4 + (_LINE if figure.x.title else 0))
 
     def element(self) -> str:
-        """The whole of it; the page's script reads where the plot is and what its x axis shows."""
+        """The SVG element. The page's script reads the position of the plot and the range of its x axis
+        from `data-area`."""
         parts = [*self._axes()]
         for trace in self._figure.traces:
             parts += self._bars(trace) if trace.kind == "bars" else self._curve(trace)
@@ -276,7 +279,7 @@ class _Drawing:
                     yield _symbol(*point, trace, f"<title>{_escaped(text)}</title>" if text else "")
 
     def _points(self, xs: Values, ys: Values) -> list[_Point | None]:
-        """Where values are, not beyond the ends of the y axis, whose range may leave some out."""
+        """Positions of values, clamped to the y axis, whose range may exclude some. None is a gap."""
         parts = [(self._x.part(x), self._y.part(y)) for x, y in zip(xs, ys, strict=True)]
         return [
             None if x is None or y is None else (self._across(x), self._up(min(max(y, 0.0), 1.0)))
@@ -302,13 +305,13 @@ class _Drawing:
 
 @final
 class _Labels:
-    """Places of the texts of one line, which must not overlap."""
+    """Positions of the labels on one line, which must not overlap."""
 
     def __init__(self) -> None:
         self._taken: list[tuple[float, float]] = []
 
     def have_room(self, x: float, text: str, anchor: str) -> bool:
-        """Whether `text` has room at `x`; then it is taken."""
+        """Whether `text` fits at `x`. If it does, the space is reserved."""
         width = _CHARACTER * (len(text) + 1)
         begin = x - width * {"start": 0.0, "middle": 0.5, "end": 1.0}[anchor]
         is_free = all(begin >= end or begin + width <= other for other, end in self._taken)
@@ -332,7 +335,7 @@ def _stairs(points: Sequence[_Point | None]) -> list[_Point | None]:
 
 
 def _pieces(points: Sequence[_Point | None]) -> Iterator[list[_Point]]:
-    """Stretches without a gap."""
+    """Split `points` at gaps."""
     piece: list[_Point] = []
     for point in (*points, None):
         if point:
@@ -351,7 +354,7 @@ def _path(points: Sequence[_Point], color: str, width: float, dotted: bool = Fal
 
 
 def _moves(points: Sequence[_Point]) -> str:
-    """A path through `points`, without those in the middle of a horizontal line."""
+    """SVG path data through `points`, without points in the middle of a horizontal line."""
     told = [(f"{x:.1f}", f"{y:.1f}") for x, y in points]
     ends = [(None, None), *told, (None, None)]
     kept = [

@@ -1,4 +1,4 @@
-"""Progress of a run: a bar where there is one (see `screen.py`), plain lines everywhere else."""
+"""The progress of a run: a bar if the screen supports one (see `screen.py`), otherwise plain lines."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ _STYLES = {"plain": "", "warn": "yellow", "bad": "bold red"}
 
 
 class Progress:
-    """A sink that shows how far training is. Leave it as a context, or call `close`.
+    """A sink that shows the progress of training. Use it as a context manager, or call `close`.
 
-    Evaluations, out-of-memory, new plans and overflows are printed, one sentence each, and stay. Why a
-    run has stopped is not: whoever called it gets the error, and tells.
+    Evaluations, out-of-memory errors, new plans and overflows are printed permanently, one sentence
+    each. The reason why a run stopped is not printed: the caller receives the error and reports it.
 
     Args:
-        console: where to.
-        clock: seconds, never going backwards; decides when to draw again.
+        console: the console to draw on.
+        clock: a monotonic clock in seconds, which determines when to redraw.
 
     Attributes:
-        screen: what is drawn on.
+        screen: the screen for `console`.
     """
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -84,7 +84,7 @@ class Progress:
         else:
             if isinstance(event, Evaluated):
                 self._meter.evaluated = event
-                if self.screen.redraw_seconds is not None:  # or the bar before is drawn again
+                if self.screen.redraw_seconds is not None:  # else `say` draws the previous bar again
                     self.screen.draw(self._meter.bar())
                 else:
                     self._draw_last()
@@ -92,7 +92,7 @@ class Progress:
                 self.screen.say(describe(event), _STYLES[severity(event)])
 
     def close(self) -> None:
-        """Leave the bar as it is and give the terminal back. Closing twice does no harm."""
+        """Leave the bar in its last state and release the terminal. Closing twice is allowed."""
         self.screen.close()
 
     def __enter__(self) -> Self:
@@ -108,7 +108,7 @@ class Progress:
 
     def _start(self, event: RunStarted) -> None:
         self.close()
-        # Else it is what was free when the plan was made, and nothing to come near to.
+        # A budget that is not enforced is only the memory that was free when the plan was made.
         budget = event.plan.get("budget_bytes") if event.plan.get("enforced") else None
         self._meter = _Meter(event.total_steps, budget, event.total_samples)
         self._shown_step, self._begin, self._next_draw = None, self._clock(), -math.inf
@@ -125,11 +125,11 @@ class Progress:
             return
         self.screen.say(self._meter.line())
         self._shown_step = self._meter.last
-        # The longer a run, the fewer lines say all there is to say.
+        # The longer a run, the fewer lines are needed.
         self._next_draw = now + min(60.0, max(LINE_SECONDS, (now - self._begin) / 100))
 
     def _draw_last(self) -> None:
-        """The last step, unless it was."""
+        """Draw the last step, unless it has been shown already."""
         if self._meter.last is not None and self._meter.last is not self._shown_step:
             self._draw()
 
@@ -140,10 +140,10 @@ class Progress:
 
 
 class Display:
-    """A sink that shows what a caller wants to see of a run.
+    """A sink that shows the plan and the progress of a run.
 
     Args:
-        progress: shows all but the plan.
+        progress: shows everything except the plan.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -156,7 +156,7 @@ class Display:
         self._progress(event)
 
     def show(self, plan: Plan) -> None:
-        """Show `plan`, unless it was shown last: a run may be started again under it."""
+        """Show `plan`, unless it is the one shown last: a run may restart with the same plan."""
         if plan != self._shown:
             self._progress.screen.write(lambda console: print_plan(console, plan))
             self._shown = plan
@@ -164,7 +164,7 @@ class Display:
 
 @contextmanager
 def displayed(wanted: bool) -> Iterator[Display | None]:
-    """A display in the notebook's cell that runs now, or on standard error; None unless it is
+    """A context with a display in the current notebook cell or on standard error; None unless
     `wanted`."""
     if not wanted:
         yield None
@@ -181,9 +181,9 @@ class _Mark(NamedTuple):
 
 
 class _Meter:
-    """What there is to show, kept up to date by a few additions per step."""
+    """The figures to show, updated with a few additions per step."""
 
-    # Speeds are means over up to this many marks, at least this many seconds apart.
+    # Speeds are means over at most NUM_MARKS marks, which are at least MARK_SECONDS apart.
     NUM_MARKS = 120
     MARK_SECONDS = 0.25
     LOSS_WEIGHT = 0.05
@@ -216,14 +216,14 @@ class _Meter:
             self._loss_weight += self.LOSS_WEIGHT * (1.0 - self._loss_weight)
 
     def loss(self) -> float:
-        """Mean loss, recent steps weighing more; the last loss itself where that is not finite."""
+        """The mean loss, weighted toward recent steps; the last loss if that is not finite."""
         assert self.last is not None
         if not math.isfinite(self.last.loss) or self._loss_weight == 0.0:
             return self.last.loss
         return self._loss / self._loss_weight
 
     def samples_per_second(self) -> float:
-        """Speed of training, evaluations and pauses left out."""
+        """Training throughput, excluding evaluations and pauses."""
         assert self.last is not None
         oldest = self._marks[0]
         samples = self._latest.samples - oldest.samples
@@ -233,8 +233,9 @@ class _Meter:
         return samples / seconds if seconds > 0 else 0.0
 
     def seconds_left(self) -> float | None:
-        """Time to the last step at the pace of late, evaluations and pauses included. None after
-        the first step: it warms up, and tells little of the others."""
+        """Estimated time to the last step at the recent pace, including evaluations and pauses. None if
+        the total is unknown, and after the first step, which includes warm-up and is not
+        representative."""
         if self.total_steps is None or self.last is None:
             return None
         oldest = self._marks[0]
@@ -247,7 +248,7 @@ class _Meter:
         return max(0.0, self._latest.time - oldest.time) / done * max(0, left)
 
     def figures(self) -> list[tuple[str, str]]:
-        """(label, figure) of the last step; a label without figure stands for itself."""
+        """(label, figure) pairs of the last step; none before the first step."""
         last = self.last
         if last is None:
             return []
@@ -262,12 +263,12 @@ class _Meter:
         ]
 
     def position(self) -> str:
-        """`120/200`, or `120` in a stream."""
+        """The step and the total number of steps: `120/200`, or `120` for a stream."""
         step = format_count(self.last.step if self.last else 0)
         return step if self.total_steps is None else f"{step}/{format_count(self.total_steps)}"
 
     def line(self) -> str:
-        """One plain line, for a console that is not a terminal."""
+        """A plain line, for a console that is not a terminal."""
         parts = [f"step {self.position()}", *(f"{label} {text}" for label, text in self.figures())]
         left = self.seconds_left()
         if left:
@@ -275,7 +276,7 @@ class _Meter:
         return "  ".join(parts)
 
     def bar(self) -> RenderableType:
-        """Three lines for a terminal: how far, how well, how well on held-out samples."""
+        """Up to three lines for a terminal: progress, training figures, held-out scores."""
         row = Table.grid(expand=True, padding=(0, 0, 0, 2))
         row.add_column(ratio=1)
         row.add_column(no_wrap=True)
@@ -298,8 +299,8 @@ class _Meter:
 
 
 class _Labelled:
-    """Figures behind their labels, on as many lines as it takes: none is cut where there is room for it
-    alone."""
+    """Labeled figures, wrapped to as many lines as needed: a figure is cut only if it does not fit on a
+    line by itself."""
 
     def __init__(self, figures: list[tuple[str, str]]) -> None:
         self._figures = figures

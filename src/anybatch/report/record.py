@@ -1,8 +1,7 @@
-"""Record: a run's log gathered in columns, in one pass, for the page.
+"""A run's log, collected into columns in one pass, for the page.
 
-A resumed run appends to the log of the run before it and repeats the steps since the checkpoint.
-The curves tell what counts: a repeated step replaces what was done first. The list of events keeps
-both.
+A resumed run appends to the log of the earlier run and repeats the steps since the checkpoint. In the
+curves, a repeated step replaces the first one. The list of events keeps both.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from anybatch.events import Evaluated, Event, RunEnded, RunStarted, StepDone
 from anybatch.insight.noise_series import Block, Series, block_of
 
-# What is kept of every step; None becomes not-a-number.
+# Fields of `StepDone` that are kept for every step; None is stored as NaN.
 _COLUMNS = (
     *("step", "loss", "learning_rate", "grad_norm", "samples"),
     *("seconds", "data_seconds", "memory_bytes"),
@@ -29,12 +28,12 @@ _COLUMNS = (
 
 @dataclass
 class Record:
-    """What happened in a run.
+    """The events of a run, with its steps in columns.
 
     Attributes:
-        starts, ends: more than one of each where the run was resumed.
-        evaluations: of the steps that count, in order.
-        others: all events but steps, in order.
+        starts, ends: starts and ends of the run; several if the run was resumed.
+        evaluations: evaluations in order, excluding those that a resumed run repeated.
+        others: all events except steps, in order.
     """
 
     starts: list[RunStarted] = field(default_factory=list)
@@ -49,7 +48,7 @@ class Record:
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Record:
-        """The record of `events`."""
+        """Create the record of `events`."""
         record = cls()
         for event in events:
             record._add(event)
@@ -57,18 +56,18 @@ class Record:
 
     @property
     def num_steps(self) -> int:
-        """Committed steps that count."""
+        """Number of committed steps; repeated steps count once."""
         return len(self._columns["step"])
 
     @property
     def ended(self) -> RunEnded | None:
-        """How the last run ended; None if it was killed, or goes on."""
+        """The end of the last run; None if it was killed, or is still running."""
         stories = [event for event in self.others if isinstance(event, RunStarted | RunEnded)]
         return stories[-1] if stories and isinstance(stories[-1], RunEnded) else None
 
     @property
     def seconds(self) -> float:
-        """Time from each start to its end, or to the last event, added up."""
+        """Total time from each start to its end, or to the last event if no end is recorded."""
         total = 0.0
         begun: float | None = None
         last: float = 0.0
@@ -85,11 +84,11 @@ class Record:
         return total
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """One value per step of that field of `StepDone`, not-a-number where there was none."""
+        """The values of a field of `StepDone`, one per step; NaN where it is None."""
         return np.array(self._columns[name], dtype=np.float64)
 
     def noise(self) -> Sequence[Block]:
-        """What the steps tell of the noise in their gradients."""
+        """Measurements of the gradient noise in the steps."""
         series = Series()
         names = ("step", "samples", "weight", "grad_norm", "part_weight", "part_grad_norm")
         columns = [self._columns[name] for name in (*names, "samples_seen", "tokens_seen")]
@@ -99,14 +98,15 @@ class Record:
         return series.blocks
 
     def metric(self, name: str) -> NDArray[np.float64]:
-        """One value per step of a metric of training."""
+        """The values of a training metric, one per step; NaN where there is none."""
         values = np.full(self.num_steps, np.nan)
         known = self._metrics.get(name, array("d"))
         values[: len(known)] = known
         return values
 
     def metric_names(self) -> list[str]:
-        """Metrics of evaluations first, then those of training alone, each as they came up."""
+        """Names of metrics in order of first occurrence: those of evaluations first, then those of
+        training alone."""
         names = [name for event in self.evaluations for name in event.metrics]
         return list(dict.fromkeys([*names, *self._metrics]))
 

@@ -1,9 +1,9 @@
-"""Screen: where progress is shown. A bar that is drawn again in a terminal, one cell of a notebook that
-is updated, and plain lines everywhere else.
+"""Screens on which progress is shown: a bar that is redrawn in a terminal, a notebook cell that is
+updated, and plain lines everywhere else.
 
-A screen is drawn on by whoever tells it something, and by no thread of its own as progress bars usually
-are: data loaders fork, and a child forked while another thread holds the console's lock would wait for
-it for ever.
+A screen draws in the calling thread. Unlike most progress bars, it has no background thread: data
+loaders fork, and a child forked while another thread holds the console's lock would wait for it
+forever.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from rich.live import Live
 from rich.text import Text
 
 Write = Callable[[Console], None]
-"""Prints something on the console that it is given."""
+"""A function that prints on the given console."""
 
 
 class Screen(ABC):
-    """Keeps what is written, and below it, if it can, a bar that changes.
+    """Shows text permanently and, if supported, a bar below it that is updated.
 
     Attributes:
-        redraw_seconds: the least time between two bars; None: there are no bars here.
+        redraw_seconds: minimum time between two updates of the bar; None: bars are not supported.
     """
 
     redraw_seconds: float | None = None
 
     @abstractmethod
     def write(self, write: Write) -> None:
-        """What `write` prints, to stay."""
+        """Show the output of `write` permanently."""
 
     def say(self, sentence: str, style: str = "") -> None:
-        """A sentence, to stay."""
-        # Whoever reads lines wraps them, or looks for words in them.
+        """Show a sentence permanently."""
+        # Plain lines are not wrapped, since their reader wraps or searches them.
         self.write(
             lambda console: console.print(
                 Text(sentence, style), soft_wrap=self.redraw_seconds is None
@@ -44,15 +44,15 @@ class Screen(ABC):
         )
 
     def draw(self, bar: RenderableType) -> None:  # noqa: B027 - there may be none
-        """Let the bar be `bar`."""
+        """Show `bar` in place of the current bar."""
 
     def close(self) -> None:  # noqa: B027
-        """Leave the bar as it is, if there is one, and begin another with the next. Closing twice does
-        no harm."""
+        """Leave the current bar, if any, in its last state; the next `draw` starts a new bar. Closing
+        twice is allowed."""
 
 
 def screen_of(console: Console) -> Screen:
-    """The screen that suits `console`."""
+    """Return the screen suitable for `console`."""
     if console.is_jupyter:
         return _Cell()
     if console.is_terminal and console.is_interactive:
@@ -62,7 +62,7 @@ def screen_of(console: Console) -> Screen:
 
 @final
 class _Lines(Screen):
-    """Files, pipes, terminals that cannot be drawn on."""
+    """A screen for files, pipes, and terminals that do not support a bar."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -101,9 +101,9 @@ class _Terminal(Screen):
 
 @final
 class _Cell(Screen):
-    """The output of a notebook's cell: one display, which holds all that was written and the bar.
+    """The output of a notebook cell: one display with all permanent text and the bar.
 
-    Every change sends all of it, so that a notebook that is opened later shows it as it was.
+    Every change sends the whole content, so that a notebook opened later shows its last state.
     """
 
     redraw_seconds = 0.5
@@ -111,7 +111,7 @@ class _Cell(Screen):
     _FONT = "Menlo,'DejaVu Sans Mono',Consolas,'Courier New',monospace"
 
     def __init__(self) -> None:
-        self._written: list[tuple[str, str]] = []  # HTML and text of each
+        self._written: list[tuple[str, str]] = []  # (HTML, text) of each output
         self._bar: RenderableType | None = None
         self._handle: Any = None
 
@@ -132,7 +132,7 @@ class _Cell(Screen):
             self.write(lambda console: console.print(bar))
 
     def _show(self) -> None:
-        from IPython.display import display  # there, since this is a notebook
+        from IPython.display import display  # available, since this is a notebook
 
         shown = list(self._written)
         if (bar := self._bar) is not None:
@@ -149,7 +149,7 @@ class _Cell(Screen):
             self._handle.update(data, raw=True)
 
     def _both(self, write: Write) -> tuple[str, str]:
-        """What `write` prints, as HTML and as text."""
+        """The output of `write`, as HTML and as text."""
         console = Console(
             file=StringIO(), record=True, width=self._COLUMNS, force_jupyter=False, no_color=False
         )

@@ -1,4 +1,4 @@
-"""Events and figures in words: what the terminal and the page say, they say alike."""
+"""Text for events and figures, shared by the terminal and the page."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from anybatch.events import (
 from anybatch.process.threads import MOST_IDLE
 from anybatch.units import format_bytes, format_count, format_seconds
 
-_SHOWN = 8  # samples that a sentence names
+_SHOWN = 8  # maximum number of samples named in a sentence
 
 MISSING = "-"
-"""Stands in a table where there is no figure."""
+"""Placeholder for a missing figure in a table."""
 
 
 def describe(event: Event) -> str:
-    """`event` as one sentence for people."""
+    """Describe `event` for readers, usually in one sentence."""
     match event:
         case RunStarted():
             steps = "" if event.total_steps is None else f", {counted(event.total_steps, 'step')}"
@@ -97,7 +97,7 @@ def describe(event: Event) -> str:
 
 
 def severity(event: Event) -> Literal["plain", "warn", "bad"]:
-    """Whether `event` is shown as usual, as a warning, or as a failure."""
+    """Whether `event` is shown as a plain message, as a warning, or as a failure."""
     warned = (
         *(Replanned, Overflowed, CheckpointFailed, Skipped),
         *(Straggler, Stalled, Starved),
@@ -107,8 +107,8 @@ def severity(event: Event) -> Literal["plain", "warn", "bad"]:
 
 
 def ending(event: RunEnded) -> str:
-    """How far a run has come, without the reason for which it stopped there, and without a full
-    stop."""
+    """The progress of a run that has ended, in words, without the reason why it stopped and without a
+    period."""
     what = "finished" if event.finished else "stopped"
     left_out = f", {counted(event.num_skipped, 'sample')} left out" if event.num_skipped else ""
     after = f"after {counted(event.steps, 'step')} and {format_seconds(event.seconds)}"
@@ -116,19 +116,20 @@ def ending(event: RunEnded) -> str:
 
 
 def going_on(event: Resumed) -> str:
-    """From where a run goes on."""
+    """A sentence that states from which step and folder a run resumes."""
     if not event.step:
         return f"No checkpoint in {event.folder} yet: training starts from the beginning."
     return f"Resuming after step {format_count(event.step)}, from {event.folder}."
 
 
 def passed_over(event: Resumed) -> list[str]:
-    """A sentence for each checkpoint that a run does not go on from though it is newer."""
+    """A sentence for each newer checkpoint that was not used to resume the run."""
     return [f"{sentence[:1].upper()}{sentence[1:]}" for sentence in event.passed_over]
 
 
 def _tried(event: Tried) -> str:
-    """The fastest first; the passes of a step, since the update is the same for all."""
+    """List the choices, fastest first. Times are of the passes of a step, since the update is the same
+    for all."""
     known = zip(event.choices, event.pass_seconds, strict=True)
     times = [(seconds, choice) for choice, seconds in known if seconds is not None]
     told = [f"{choice} {format_seconds(seconds)}" for seconds, choice in sorted(times)]
@@ -146,7 +147,7 @@ def _tried(event: Tried) -> str:
 
 
 def _compile_decided(event: CompileDecided) -> str:
-    """Both times where both ways were tried, and what came of it."""
+    """State the decision, with both times if both variants were timed."""
     reason = event.reason.rstrip(".")
     if event.plain_seconds is None or event.compiled_seconds is None:
         how = "are compiled" if event.compiled else "are not compiled"
@@ -223,20 +224,21 @@ def _skipped(event: Skipped) -> str:
 
 
 def format_number(value: float) -> str:
-    """A loss or a metric with four digits, of a width that hardly changes from step to step."""
+    """Format a loss or a metric with four significant digits, so that its width hardly changes from
+    step to step."""
     if math.isfinite(value) and abs(value) >= 9999.5:
         return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3e}"
     return f"{value:#.4g}".removesuffix(".")
 
 
 def format_speed(samples_per_second: float) -> str:
-    """Samples per second, with three digits at least."""
+    """Format samples per second with three significant digits, or as a whole number from 100 on."""
     value = samples_per_second
     return format_count(round(value)) if value >= 100 else f"{value:.3g}"
 
 
 class Scored(Protocol):
-    """What has a loss and metrics: an evaluation."""
+    """An object with a loss and metrics, such as an evaluation."""
 
     @property
     def loss(self) -> float: ...
@@ -246,24 +248,24 @@ class Scored(Protocol):
 
 
 def format_scores(event: Scored) -> str:
-    """Loss and metrics of an evaluation: `loss 0.4100, accuracy 0.9130`."""
+    """Format loss and metrics of an evaluation: `loss 0.4100, accuracy 0.9130`."""
     return ", ".join(f"{name} {text}" for name, text in scores(event).items())
 
 
 def scores(event: Scored) -> dict[str, str]:
-    """Loss and metrics of an evaluation, formatted, the loss first."""
+    """Formatted loss and metrics of an evaluation, by name, the loss first."""
     named: Mapping[str, float] = {"loss": event.loss, **event.metrics}
     return {name: format_number(value) for name, value in named.items()}
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 step`, `2,000 steps`."""
+    """A count with its noun: `1 step`, `2,000 steps`."""
     return f"{format_count(count)} {noun}{'' if count == 1 else 's'}"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One predicted figure beside the measured one, as text. `error` is relative to measured."""
+    """A predicted and a measured figure, as text. `error` is relative to the measured figure."""
 
     what: str
     predicted: str
@@ -273,9 +275,9 @@ class Comparison:
 
 
 def compare(ended: RunEnded) -> list[Comparison]:
-    """Compare predicted with measured: peak memory, by each account of it that was measured, then the
-    time of a step, by part where several ranks shared it. Waiting for samples, and for a core that
-    other processes had, is not predicted and left out."""
+    """Compare predictions with measurements: peak memory, with each memory account that was measured,
+    then step time, by part if several ranks shared the step. Time spent waiting for samples, or for a
+    core used by other processes, is not predicted, and is excluded from the step time."""
     seconds, told, parts = ended.step_seconds, ended.predicted_totals, ended.predicted_step_parts
     waits: dict[str, float] = {}
     if seconds and not ended.step_parts:
@@ -310,7 +312,7 @@ def compare(ended: RunEnded) -> list[Comparison]:
 def compare_peak(
     predicted_bytes: int | None, measured_bytes: int | None, budget_bytes: int | None
 ) -> Comparison:
-    """Compare the predicted peak memory with the measured one. None or 0: not known."""
+    """Compare predicted with measured peak memory. None or 0: unknown."""
     row = _compared("peak memory", predicted_bytes or None, measured_bytes or None, format_bytes)
     return replace(row, budget=format_bytes(budget_bytes) if budget_bytes else MISSING)
 
@@ -328,7 +330,8 @@ def _compared(
 
 
 def _precise_seconds(seconds: float) -> str:
-    """Three digits below a minute: two figures that differ by a few percent must look different."""
+    """Format seconds with three significant digits below a minute, so that figures that differ by a few
+    percent look different."""
     for limit, factor, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (59.95, 1.0, "s")):
         if seconds < limit:
             value = seconds * factor

@@ -1,7 +1,7 @@
-"""Sections of a terminal: a title, and below it a table, pairs of words, or sentences.
+"""Sections of terminal output: a title, followed by a table, pairs of words, or sentences.
 
-They are read at 80 columns, in logs and without colour, so structure comes from words, space and
-alignment; colour only repeats it.
+Sections are read at 80 columns, in logs and without color, so structure is expressed by words, space
+and alignment, and color only repeats it.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from rich.segment import Segment
 from rich.text import Text
 
 Content: TypeAlias = Literal["words", "number", "whole"]
-"""Of a column; `"whole"`: words that are not broken into lines."""
+"""Type of the content of a column; `"whole"`: words that are not wrapped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """`columns` are (title, content)."""
+    """A table. Each of `columns` is a (title, content) pair."""
 
     columns: Sequence[tuple[str, Content]]
     rows: Sequence[Sequence[str]]
 
 
 def printed(table: Table) -> rich_table.Table:
-    """`table` for a terminal."""
+    """Return `table` as a rich table for a terminal."""
     found = rich_table.Table(
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
     )
     for number, (title, content) in enumerate(table.columns):
         if content == "words":
             longest = max((len(row[number]) for row in table.rows), default=0)
-            least = min(12 if number else 18, longest)  # the first names the row
+            least = min(12 if number else 18, longest)  # the first column names the row
             found.add_column(title, overflow="fold", min_width=least, max_width=38)
         else:
             justify = "right" if content == "number" else "left"
@@ -48,14 +48,14 @@ def printed(table: Table) -> rich_table.Table:
 
 
 def print_section(console: Console, title: str, body: RenderableType) -> None:
-    # A console without width of its own (a file, a pipe) has 80 columns.
+    # A console without a width (a file, a pipe) has 80 columns.
     console.print(Text(title, "bold"), soft_wrap=True)
     console.print(_Trimmed(Padding(body, (0, 0, 0, 2), expand=False)))
     console.print()
 
 
 class _Trimmed:
-    """A body without the blanks at the ends of its lines, which are in the way where it is copied."""
+    """A renderable with trailing blanks removed from its lines, so that it can be copied cleanly."""
 
     def __init__(self, body: RenderableType) -> None:
         self._body = body

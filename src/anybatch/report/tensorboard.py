@@ -1,10 +1,11 @@
-"""The log that TensorBoard reads, written by torch's `SummaryWriter`: events as curves and texts.
+"""The log for TensorBoard, written by torch's `SummaryWriter`: events as curves and texts.
 
-    DIR/               curves against steps; texts of the plan and of what happened; settings
+    DIR/               curves against steps; texts of the plan and of events; settings
     DIR/by_samples/    loss and metrics against samples seen, for runs of different global batches
 
-The log is made from events, so it can be written during the run or years later from `events.jsonl`. A
-resumed run writes it anew from them and goes on; steps that are done again replace those before.
+The log is generated from events, so it can be written during the run, or years later from
+`events.jsonl`. A resumed run rewrites the log from the earlier events and continues it; repeated steps
+replace earlier ones.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 Scalars = dict[str, float]
-"""One value for each curve, by name. TensorBoard groups names by what precedes the first `/`."""
+"""One value for each curve, by name. TensorBoard groups names by the part before the first `/`."""
 
 _BY_SAMPLES = "by_samples"
 _HPARAMS = "tensorboard.plugins.hparams.summary_v2"
@@ -47,15 +48,15 @@ _IN_A_TABLE = str.maketrans({"|": "\\|", "\n": " "})
 def tensorboard_folder(
     wish: bool | str | Path | None, out: str | Path | None, resume: bool = False
 ) -> Path | None:
-    """Where the log that is wished for belongs; None if none is.
+    """The folder for the requested log; None if no log is requested.
 
     Args:
-        wish: a folder; True or `""`: the one of the run. None or False: no log.
-        out: the run's folder, if it has one.
-        resume: the log that may be there is gone on with.
+        wish: a folder; True or `""`: a folder inside the run folder. None or False: no log.
+        out: the run folder, if there is one.
+        resume: whether an existing log is continued.
 
-    Raises `InputError` if the log could not be written: tensorboard cannot be imported, there is
-    no folder, or the one that is named holds the log of another run.
+    Raises `InputError` if the log cannot be written: tensorboard cannot be imported, there is no
+    folder, or the given folder holds the log of another run.
     """
     if wish is None or wish is False:
         return None
@@ -80,7 +81,7 @@ def tensorboard_folder(
 
 
 def write_tensorboard(events: Path, folder: Path) -> Path:
-    """Write the log of a run into `folder`, from its `events`; one that is there is replaced.
+    """Write the log of a run to `folder`, from its `events` file. An existing log is replaced.
 
     Raises `InputError` if the events cannot be read, or the log cannot be written.
     """
@@ -103,14 +104,14 @@ def event_files(folder: Path) -> list[Path]:
 
 @final
 class TensorBoardLog:
-    """A sink that writes the log into `folder`. Leave it as a context, or call `close`.
+    """A sink that writes the log to `folder`. Use it as a context manager, or call `close`.
 
-    A log that cannot be written, on a full disk say, does not end training: one warning says so, and
-    the rest is left out.
+    If the log cannot be written, for example because the disk is full, training continues: a warning is
+    issued, and the rest of the log is omitted.
 
     Args:
-        folder: made at the first event; a log that is there is deleted.
-        resume: the log begins with the `earlier` events.
+        folder: created at the first event; an existing log is deleted.
+        resume: whether the log begins with the `earlier` events.
         earlier: the file with the events of the run before it is resumed.
 
     Raises `InputError` if tensorboard cannot be imported.
@@ -141,14 +142,14 @@ class TensorBoardLog:
             )
 
     def flush(self) -> None:
-        """Raises `OSError` if what was written cannot be kept."""
+        """Flush the files. Raises `OSError` if written data cannot be stored."""
         for writer in self._writers:
             writer.flush()
 
     def close(self) -> None:
-        """Close the files. Closing twice does no harm."""
+        """Close the files. Closing twice is allowed."""
         for writer in self._writers:
-            with contextlib.suppress(OSError):  # of a disk that is full, which was said
+            with contextlib.suppress(OSError):  # the disk is full, which has been reported
                 writer.close()
 
     def __enter__(self) -> Self:
@@ -158,7 +159,7 @@ class TensorBoardLog:
         self.close()
 
     def write(self, event: Event) -> None:
-        """As a call, but not flushed; raises `OSError` if it cannot be written."""
+        """Write `event` without flushing. Raises `OSError` if it cannot be written."""
         if not self._writers:
             self._open()
         if isinstance(event, RunStarted):
@@ -181,13 +182,13 @@ class TensorBoardLog:
                 self.write(event)
 
     def _start(self, started: RunStarted, resumed: Resumed | None) -> None:
-        """Write what opens a run, at the step from which it goes on."""
+        """Write the records that open a run, at the step from which it continues."""
         by_step, by_samples = self._writers
         if resumed is not None:
             self._step, self._samples_seen = resumed.step, resumed.samples_seen
             self._evaluated = self._evaluated if self._evaluated <= resumed.step else 0
-            # TensorBoard forgets what it has read of later steps.
-            record: Any = import_module("tensorboard.compat.proto.event_pb2")  # has no types
+            # TensorBoard discards the later steps that it has read.
+            record: Any = import_module("tensorboard.compat.proto.event_pb2")  # untyped
             log = record.SessionLog(status=record.SessionLog.START)
             for writer, last in ((by_step, resumed.step), (by_samples, resumed.samples_seen)):
                 _files(writer).add_event(record.Event(session_log=log), last + 1, started.time)
@@ -204,9 +205,9 @@ class TensorBoardLog:
 
     def _add(self, event: Event) -> None:
         by_step, by_samples = self._writers
-        self._step = getattr(event, "step", self._step)  # the last ones have none
+        self._step = getattr(event, "step", self._step)  # the last events have no step
         if isinstance(event, Evaluated):
-            if event.step == self._evaluated:  # a finished run, resumed, is evaluated once more
+            if event.step == self._evaluated:  # a finished run that is resumed is evaluated again
                 return
             self._evaluated = event.step
         if isinstance(event, StepDone):
@@ -225,7 +226,7 @@ class TensorBoardLog:
 
 
 def scalars_of(event: Event, budget_bytes: int | None) -> Scalars:
-    """The values of `event` on the curves against steps; none of an event that is not drawn."""
+    """The values of `event` for the curves against steps; empty if the event has none."""
     if isinstance(event, Evaluated):
         return {**_scores("held_out", event), "speed/evaluation_seconds": event.seconds}
     if isinstance(event, CheckpointSaved):
@@ -267,8 +268,8 @@ def _of_step(event: StepDone, budget_bytes: int | None) -> Scalars:
 
 
 def _check_tensorboard() -> None:
-    """Import tensorboard: here, so that its memory is not counted as training's. Raises `InputError` if
-    it cannot be imported."""
+    """Import tensorboard in advance, so that its memory is not counted as memory of training. Raises
+    `InputError` if it cannot be imported."""
     try:
         import_module(_HPARAMS)
         import_module("torch.utils.tensorboard")
@@ -281,7 +282,7 @@ def _check_tensorboard() -> None:
 
 
 def _add_scalars(writer: SummaryWriter, values: Scalars, step: int, time: float) -> None:
-    """All in one record: `add_scalar` for each takes 2 ms more in every step."""
+    """Write all values in one record: calling `add_scalar` for each takes 2 ms more per step."""
     summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
     scalars = [summary.Value(tag=name, simple_value=value) for name, value in values.items()]
     if scalars:
@@ -289,7 +290,7 @@ def _add_scalars(writer: SummaryWriter, values: Scalars, step: int, time: float)
 
 
 def _files(writer: SummaryWriter) -> Any:
-    """The `FileWriter` behind a writer, for records that the writer has no method for."""
+    """The `FileWriter` of a `SummaryWriter`, for records for which the latter has no method."""
     return writer._get_file_writer()
 
 
@@ -306,23 +307,24 @@ def _as_text(started: RunStarted) -> str:
 def _plan_as_text(plan: Mapping[str, Any]) -> str:
     try:
         return _table(Plan.from_json(json.dumps(plan)).explain())
-    except InputError:  # one of another version of anybatch
+    except InputError:  # a plan of another version of anybatch
         return json.dumps(plan)
 
 
 def _table(rows: list[tuple[str, str]]) -> str:
-    """Two columns in Markdown."""
+    """A Markdown table with two columns."""
     cells = [f"| {what} | {how.translate(_IN_A_TABLE)} |" for what, how in rows]
     return "\n".join(["| | |", "| --- | --- |", *cells])
 
 
 def _budget(plan: Mapping[str, Any]) -> int | None:
-    """That which is enforced: else it is what was free when the plan was made."""
+    """The budget of `plan` if it is enforced, else None: it is then the memory that was free when the
+    plan was made."""
     return plan.get("budget_bytes") if plan.get("enforced") else None
 
 
 def settings_of(started: RunStarted) -> dict[str, bool | float | str]:
-    """What tells runs apart, as far as events know it."""
+    """The settings that distinguish runs, as far as they are recorded in events."""
     plan = started.plan
     task, choice = plan.get("task", {}), plan.get("choice", {})
     settings = {

@@ -1,4 +1,4 @@
-"""What the terminal shows: the plan before the run, the result after it."""
+"""Terminal output: the plan before the run, the result after it, evaluations and scaling."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from anybatch.units import format_bytes, format_count, format_seconds
 
 
 def print_plan(console: Console, plan: Plan, why: bool = False) -> None:
-    """Print `plan`, its notices, what memory buys in time, and what was not taken: the most telling
-    candidate, or with `why` all of them."""
+    """Print `plan`, its notices, the trade-off of memory against time, and rejected candidates: the
+    most informative one, or all if `why`."""
     lines = plan.explain()
     if plan.prediction is not None and plan.prediction.by_kind:
         place = 1 + next(i for i, (what, _) in enumerate(lines) if what.endswith(" peak"))
@@ -61,9 +61,9 @@ def print_result(
     batch: Sequence[tuple[str, str]] = (),
     unmeasured: str = "",
 ) -> None:
-    """Print what came of a run: how far and how well, predicted beside measured, whether the batch was
-    worth it (lines of `insight.noise_text`; without any, why it is not known), and `files` (what a file
-    is -> where it is)."""
+    """Print the result of a run: progress and scores, predictions compared with measurements, whether
+    the batch was worth it (lines of `insight.noise_text`; if there are none, the reason in
+    `unmeasured`), and `files` (description -> path)."""
     print_section(console, "Result", pairs(_outcome(started, ended, last_evaluation)))
     print_section(console, "Predicted and measured", printed(comparison_table(compare(ended))))
     if batch:
@@ -86,8 +86,8 @@ def print_evaluation(
     measured_peak_bytes: int,
     budget_bytes: int | None,
 ) -> None:
-    """Print what an evaluation found, as (what, how) `lines`, and its memory, predicted beside
-    measured."""
+    """Print the results of an evaluation, as (what, how) `lines`, and its predicted and measured
+    memory."""
     print_section(console, "Evaluation", pairs(lines))
     if notices:
         print_section(console, "Notices", bullets(notices))
@@ -104,7 +104,8 @@ def _by_kind(num_bytes: Mapping[str, int]) -> str:
 
 
 def _telling(plan: Plan) -> str:
-    """Why not the obvious: the whole batch in one piece where it was weighed, else the fastest."""
+    """Why the most obvious candidate was rejected: the whole batch as one micro-batch if it was
+    considered, else the fastest candidate."""
     rejected = [c for c in plan.rejected if c.possible] or plan.rejected
     whole = [c for c in rejected if c.choice.micro_batch == plan.task.global_batch]
     candidate = whole[0] if whole else min(rejected, key=lambda c: c.step_seconds)
@@ -121,7 +122,7 @@ def _telling(plan: Plan) -> str:
 
 
 def _frontier(plan: Plan) -> Group:
-    """A few of what nothing else beats in both bytes and time."""
+    """A table of some of the best trade-offs between bytes and time."""
     points = with_plan(plan)
     shown = _spread(points, [is_taken(point, plan) for point in points])
     table = printed(table_of(plan, shown))
@@ -134,7 +135,7 @@ def _frontier(plan: Plan) -> Group:
 def _spread(
     points: Sequence[FrontierPoint], kept: Sequence[bool], most: int = 5
 ) -> list[FrontierPoint]:
-    """The ends, what is `kept`, and some between them: about `most`."""
+    """About `most` of the points: both ends, those in `kept`, and some between them."""
     last = len(points) - 1
     chosen = (
         {round(last * i / (most - 1)) for i in range(most)} if last >= most else {*range(last + 1)}
@@ -189,7 +190,7 @@ def _samples(ended: RunEnded) -> str:
 
 
 def comparison_table(rows: Iterable[Comparison]) -> Table:
-    """Predicted and measured values, one row each."""
+    """A table of predicted and measured values, one comparison per row."""
     titles = ("predicted", "measured", "error", "budget")
     cells = [(row.what, row.predicted, row.measured, row.error, row.budget) for row in rows]
     return Table([("", "whole"), *((it, "number") for it in titles)], cells)
@@ -205,7 +206,7 @@ _MODEL = (
 
 
 def print_scale(console: Console, rows: Sequence[Scaled], global_batch: int) -> None:
-    """Print `rows`, what limits each of them, and how predictions were made."""
+    """Print `rows`, what limits each of them, and how predictions were computed."""
     titles = ("ranks", "step", "samples/s", "exchange", "efficiency")
     cells = [_of_ranks(row, rows, global_batch) for row in rows]
     table = printed(Table([*((it, "number") for it in titles), ("", "whole")], cells))

@@ -1,8 +1,8 @@
-"""Evaluating: the held-out samples of a run's task, with the run's weights, after the run.
+"""Evaluation of a finished or unfinished run: the held-out samples of its task, with its weights.
 
-The passes are those of a session, under a plan of its own: see `planner.evaluating`. So that a session
-needs no room for what training needs, its task has hardly anything to train: one parameter, the
-smallest of those that the run trained, and an optimizer that remembers nothing. No step is ever done.
+A session runs the passes under a separate plan, see `planner.evaluating`. To leave out the memory that
+training needs, the session's task trains a single parameter, the smallest one that the run trained,
+with an optimizer without state. No training step is run.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from anybatch.units import format_bytes
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `evaluate` found.
+    """Result of `evaluate`.
 
     Attributes:
-        run: the run folder.
-        task: name of the task that was evaluated.
-        step: of the weights.
-        weights: the file that they are from, or the checkpoint.
-        loss: mean over the held-out samples; NaN if nothing was weighed.
-        metrics: by name.
-        samples: how many there were, each counted once.
-        seconds: that the evaluation took, without setting up.
-        plan: that was followed: leaner than the one that was made, if memory ran out.
-        predicted_peak_bytes: most that it was predicted to add to a device; None: not known, or of
-            another plan than the one that was followed.
-        measured_peak_bytes: most that it did add, on the rank that used most.
+        run: run folder.
+        task: name of the evaluated task.
+        step: step at which the weights were saved.
+        weights: file or checkpoint that the weights were read from.
+        loss: mean over the held-out samples; NaN if their total weight is zero.
+        metrics: metrics by name.
+        samples: number of samples, each counted once.
+        seconds: duration of the evaluation, without set-up.
+        plan: plan at the end. It is leaner than the initial plan if memory ran out.
+        predicted_peak_bytes: predicted peak memory on a device, relative to the baseline; None if it
+            is not known, or if the plan was replaced by a leaner one.
+        measured_peak_bytes: measured peak memory, on the rank that used the most.
     """
 
     run: Path
@@ -95,35 +95,36 @@ def evaluate(
     device: str | None = None,
     sinks: Sequence[Sink] = (),
 ) -> Evaluation:
-    """Evaluate the held-out samples of a run's task with the weights of the run. Nothing in its folder
-    is touched.
+    """Evaluate the weights of a run on the held-out samples of its task. The run folder is not
+    modified.
 
-    What is not given is as in the run: then loss and metrics are, to the bit, those that it told of the
-    same weights, on the same devices and software.
+    Arguments default to those of the run. With the defaults, and on the same devices and software, loss
+    and metrics are bitwise equal to those that the run reported for the same weights.
 
     Args:
-        run: the folder that `train` wrote.
-        task: a task, or its name (a recipe's, or `FILE.py[:function]`), in place of the one that the
-            run was started by; it has to have the same model. Needed for a run whose task was made in
-            Python.
-        settings: arguments of the task's function (another data set, say), as they are written on the
-            command line, beside and in place of those of the run.
-        step: of a checkpoint; None: the weights of the run's end, or if it has not finished, of its
-            newest intact checkpoint.
-        memory: budget of each rank, enforced as in `train`; None: that of the run, where it was
+        run: folder written by `train`.
+        task: task, or its name (a recipe, or `FILE.py[:function]`), to use instead of the run's task.
+            It must have the same model. Required if the task of the run was created in Python.
+        settings: arguments of the task's function (such as another data set), written as on the command
+            line. They are added to those of the run and override them.
+        step: step of the checkpoint to evaluate; None: the final weights, or those of the newest intact
+            checkpoint if the run has not finished.
+        memory: budget per rank, enforced as in `train`; None: the budget of the run, if it was
             enforced.
-        ranks: processes on this machine, unless this is one of several already; None: as in the run, if
-            this machine has the devices.
+        ranks: number of processes on this machine. Leave it out if this process is one of several
+            ranks already. None: as in the run, if this machine has enough devices.
         micro_batch: samples per pass; None: as in the run, or fewer if these do not fit.
-        precision: as for `plan`, but not `"auto"`; None: that of the run.
-        device: of this machine, `"cpu"`, `"cuda"` or `"cuda:N"`, for one rank; None: chosen.
-        sinks: readers of the events: of the evaluation, and of memory that runs out in it.
+        precision: see `plan`, except `"auto"`; None: the precision of the run.
+        device: device of this machine, `"cpu"`, `"cuda"` or `"cuda:N"`, for one rank; None: chosen
+            automatically.
+        sinks: called with the events of the evaluation, including those of out-of-memory recovery.
 
     Raises:
         NoPlanFits: there is no room to evaluate a single sample.
-        InputError: it is no run folder, or has no such weights; its task is not known, or has no
-            held-out samples; the weights are of another model, or damaged; or an argument cannot be.
-        LaunchError: the ranks could not be started, or one ended without a word.
+        InputError: `run` is not a run folder or does not have these weights; the task is not known or
+            has no held-out samples; the weights belong to another model or are damaged; or an argument
+            is invalid.
+        LaunchError: the ranks could not be started, or one ended without reporting an error.
     """
     checked_ranks(ranks, None)
     checked_step(step)
@@ -150,9 +151,9 @@ def evaluate(
 
 
 def held_still(task: Task) -> Task:
-    """`task` with the same model, loss and held-out samples, and hardly anything to train: nothing is
-    held of gradients, float32 copies or an optimizer's state. A module that the task was given stays as
-    it is: it is copied."""
+    """Returns `task` with the same model, loss and held-out samples, and almost nothing to train, so
+    that no memory is needed for gradients, float32 copies or optimizer state. If the task was given a
+    module, the module is copied and not modified."""
     return replace(
         task,
         model=partial(_frozen, task),
@@ -180,7 +181,7 @@ def _frozen(task: Task) -> nn.Module:
 
 @dataclass(frozen=True)
 class _Job:
-    """What `evaluate` was asked for, and how it goes: here, or in ranks that it is sent to."""
+    """Arguments of `evaluate`, with methods that run it in this process or in ranks to be started."""
 
     run: PastRun
     task: Task | str | None
@@ -193,7 +194,7 @@ class _Job:
     device: str | None
 
     def check(self) -> None:
-        """Raises `InputError` for what can be seen before anything is started."""
+        """Raises `InputError` for errors that can be detected before anything is started."""
         if self.device is not None:
             if self.ranks is not None and self.ranks > 1:
                 raise InputError(
@@ -205,21 +206,21 @@ class _Job:
             check_has_weights(self.run)
 
     def start(self, ranks: int, sinks: Sequence[Sink]) -> Evaluation:
-        """Start ranks that evaluate, and take over what they found."""
-        self._loaded()  # or it is said here, once, what is wrong with it
+        """Start ranks that evaluate, and return their result."""
+        self._loaded()  # raises an error in the task here, once, instead of in every rank
         with tempfile.TemporaryDirectory(prefix="anybatch-") as folder:
             log = Path(folder) / EVENTS_FILE
             with follow(log, sinks):
                 return call(self.run_for_another, log, ranks=ranks, restarts=0)[0]
 
     def run_for_another(self, log: Path) -> Evaluation:
-        """On a rank that was started."""
+        """Evaluate on a rank that `start` has started."""
         with joined(), contextlib.ExitStack() as stack:
             sinks = [stack.enter_context(EventLog(log))] if leads() else []
             return self.run_here(sinks)
 
     def run_here(self, sinks: Sequence[Sink]) -> Evaluation:
-        """Evaluate on this rank, with the others."""
+        """Evaluate on this rank, together with the other ranks."""
         run, task = self.run, self._loaded()
         still = held_still(task)
         plan = self._plan(still)
@@ -257,7 +258,8 @@ class _Job:
         return task
 
     def _plan(self, task: Task) -> Plan:
-        """The plan for `task`, which is held still; of several ranks that of rank 0."""
+        """Returns the plan for `task`, a result of `held_still`. With several ranks, rank 0 makes it
+        for all."""
         several = are_several()
         before = self.run.plan
         budget = self._budget(before)
@@ -282,13 +284,14 @@ class _Job:
                     shapes_vary=task.lengths is not None or task.collate is not None,
                 )
 
-        # As the run will compute, so that what is predicted is what is run.
+        # With the same number of threads as in the run, so that the prediction matches it.
         alone = task.grains is not None and devices[0].kind == "cpu"
         with one_thread() if alone else contextlib.nullcontext():
             return by_rank_0(make) if several else make()
 
     def _check_model(self, subject: Subject) -> None:
-        """Raises `InputError` if the model of the task is not that of the run."""
+        """Raises `InputError` if the task's model differs from that of the run in its number of
+        parameters."""
         found, wanted = subject.identity.parameters, self.run.plan.task.parameters
         if found != wanted:
             raise InputError(
@@ -299,7 +302,8 @@ class _Job:
             )
 
     def _budget(self, before: Plan) -> str | int | None:
-        """What was asked for; else that of the run, if it was held to it on such a device."""
+        """Returns the requested budget; else that of the run, if it was enforced on a device of the
+        same name and is not larger than this device's memory."""
         if self.memory is not None or not before.enforced:
             return self.memory
         here = Machine.here(device=self.device).device
@@ -318,7 +322,7 @@ class _Job:
 
 
 def _layout(before: Plan, devices: Sequence[Device]) -> Layout:
-    """How the ranks on `devices` divide the samples: as the run did, if it had as many."""
+    """Returns how the ranks on `devices` divide the samples: as in the run, if it had as many ranks."""
     count = len(devices)
     if count == 1:
         return layouts_of(devices, "single")[0]
@@ -330,7 +334,7 @@ def _layout(before: Plan, devices: Sequence[Device]) -> Layout:
 
 
 def _num_processes(before: Plan, ranks: int | None, device: str | None) -> int:
-    """Processes to evaluate with on this machine, if this is none of several yet."""
+    """Returns the number of processes to start on this machine, if this process is not a rank yet."""
     if ranks is not None or device is not None:
         return ranks or 1
     if before.parallel == "single":

@@ -1,11 +1,12 @@
-"""Exporting: the weights of a run, taken out of its folder for other programs.
+"""Export of a run's weights for other programs.
 
-    safetensors    one file, by the names of the model's `state_dict`
-    torch          the same, as `torch.load(path, weights_only=True)` reads it
-    huggingface    a folder that `from_pretrained` of transformers reads; of adapters, that of peft
+    safetensors    one file, with the names of the model's `state_dict`
+    torch          the same weights, for `torch.load(path, weights_only=True)`
+    huggingface    a folder for `from_pretrained` of transformers or, for adapters, of peft
 
-Neither data nor optimizer nor GPU is needed, and one process is enough, whatever the run was. The model
-is made only where something of it is wanted that the folder does not hold: a base under adapters, say.
+Export needs no data, optimizer or GPU, and a single process, however many ranks the run had. The model
+is built only if something is needed that the run folder does not contain, such as the base model of
+adapters.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from anybatch.state.pretrained import (
 from anybatch.task import Task
 
 Format = Literal["safetensors", "torch", "huggingface"]
-"""What is written; see the module."""
+"""Format of the exported weights; see the module."""
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 
@@ -64,20 +65,20 @@ _ENDING = {"safetensors": _SAFETENSORS, "torch": ".pt", "huggingface": "-hugging
 _OF_FOLDERS = (
     "config.json",
     "adapter_config.json",
-)  # one of them is in every folder that is written
+)  # every exported folder contains one of them
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What `export` wrote.
+    """Result of `export`.
 
     Attributes:
-        path: the file or folder.
+        path: file or folder that was written.
         format: see `export`.
-        step: of the weights.
-        source: the file that they are from, the folder of adapters, or the checkpoint.
-        num_tensors: tied ones counted once.
-        num_bytes: of the file, or of all files of the folder.
+        step: step at which the weights were saved.
+        source: file, folder of adapters or checkpoint that the weights were read from.
+        num_tensors: number of tensors; tied ones are counted once.
+        num_bytes: size of the file, or of all files in the folder.
     """
 
     path: Path
@@ -100,29 +101,30 @@ def export(
     task: Task | str | None = None,
     settings: Mapping[str, str] | None = None,
 ) -> Exported:
-    """Write the weights of a run to a file or folder, whole or not at all. The run's own folder stays
-    as it is. One process does it, whatever ranks the run had: of several that are there, one is to call
-    it.
+    """Write the weights of a run to a file or folder, either completely or not at all. The run folder
+    is not modified. A single process exports the weights, however many ranks the run had; if there are
+    several processes, only one may call this.
 
     Args:
-        run: the folder that `train` wrote.
-        out: where to; None: in the current folder, named after the run.
-        step: of a checkpoint, in which weights are as precise as they were trained; None: the weights
-            of the run's end, or if it has not finished, of its newest intact checkpoint.
+        run: folder written by `train`.
+        out: file or folder to write; None: in the current folder, named after the run.
+        step: step of the checkpoint to export, whose weights have the precision in which they were
+            trained; None: the final weights, or those of the newest intact checkpoint if the run has
+            not finished.
         format: `"safetensors"`; `"torch"`, a `state_dict` for `torch.load(path, weights_only=True)`; or
-            `"huggingface"`, a folder for `from_pretrained`: of transformers, or of peft for a model
-            with adapters of which only these are written. None: by the name of `out` (`.pt`, `.pth`,
-            `.bin`, `.ckpt` are torch's), else safetensors.
-        dtype: of floating point numbers, `"fp32"`, `"bf16"` or `"fp16"`; None: as they are.
-        merge: add the adapters of peft to the weights below them, and write the model without adapters.
-        force: replace what is there.
-        task, settings: as for `evaluate`; of use only where the model has to be made: to merge, for
-            weights that nothing trained and a checkpoint has left out, and for the adapters of a
+            `"huggingface"`, a folder for `from_pretrained` of transformers or, for a model with
+            adapters, of which only the adapters are written, of peft. None: determined by the suffix of
+            `out` (`.pt`, `.pth`, `.bin` and `.ckpt` mean `"torch"`), or safetensors without `out`.
+        dtype: dtype for floating-point tensors, `"fp32"`, `"bf16"` or `"fp16"`; None: unchanged.
+        merge: merge peft's adapters into the base weights, and write the model without adapters.
+        force: replace existing files.
+        task, settings: see `evaluate`. Used only if the model has to be built: to merge, for weights
+            that were not trained and that a checkpoint therefore omits, and for the adapters of a
             checkpoint.
 
-    Raises `InputError` if it is no run folder, or has no such weights; they are damaged; the model is
-    none of transformers, or has no adapters, where that is asked for; something is there already; or
-    nothing can be written there.
+    Raises `InputError` if `run` is not a run folder or does not have these weights; the weights are
+    damaged; the model is not a transformers model or has no adapters, where the arguments require it;
+    the target exists; or it cannot be written.
     """
     checked_step(step)
     _check_dtype(dtype)
@@ -152,8 +154,8 @@ def export(
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """Weights by the names of the `state_dict` of the plain model, the step that they are of, and where
-    they are from."""
+    """Weights by the names of the plain model's `state_dict`, their step, and the path they were read
+    from."""
 
     state: Mapping[str, Any]
     step: int
@@ -162,7 +164,8 @@ class _Taken:
 
 @dataclass(frozen=True)
 class _Job:
-    """What is to be taken out, and how. `build` makes the model of the task, once."""
+    """Arguments of `export`, with methods that read, convert and write the weights. `build` builds the
+    task's model, once."""
 
     run: PastRun
     step: int | None
@@ -171,18 +174,18 @@ class _Job:
     build: Callable[[], nn.Module]
 
     def taken(self) -> _Taken:
-        """All weights. Raises `InputError` as `export` does."""
+        """Returns all weights. Raises `InputError` as `export` does."""
         run = self.run
         if self.step is None and run.has_final_weights:
             return _Taken(weights_of_file(run.weights), run.step, run.weights)
         checkpoints = Checkpoints(run.checkpoints, SingleDevice())
         found = checkpoints.newest(self.step, only="weights/", touches=False)
-        assert found is not None  # that there is none was told before
+        assert found is not None  # checked by `export`
         state = weights_of_checkpoint(checkpoints, found, self.build)
         return _Taken(state, found.step, found.folder)
 
     def merged(self, taken: _Taken) -> nn.Module:
-        """The model with the adapters added to its weights."""
+        """Returns the model with the adapters merged into its weights."""
         model: Any = self._with_weights(taken)
         if not has_adapters(model):
             raise InputError(
@@ -192,18 +195,18 @@ class _Job:
         try:
             dequantize(model)
             return model.merge_and_unload()
-        except Exception as error:  # of every kind of adapters that cannot be
+        except Exception as error:  # the type depends on the kind of adapters
             raise InputError(
                 f"peft cannot merge the adapters of {self.run.task!r} ({type(error).__name__}:"
                 f" {error}): leave merge out, and they are written by themselves."
             ) from error
 
     def to_folder(self, target: Path, force: bool) -> tuple[_Taken, int]:
-        """Write a folder for `from_pretrained`: the weights that were taken for it, and how many
-        tensors it has."""
+        """Write a folder for `from_pretrained`. Returns the weights that were read for it, and the
+        number of tensors in the folder."""
         run = self.run
         adapters, kept = run.folder / ADAPTERS, run.folder / PRETRAINED
-        write_rest: Callable[[Path], object]  # all but the weights; of adapters, these too
+        write_rest: Callable[[Path], object]  # everything but the weights; adapters with theirs
         if self.merge:
             taken = self.taken()
             model = self.merged(taken)
@@ -229,11 +232,11 @@ class _Job:
             return taken, self._write_weights(state, folder)
 
     def in_dtype(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """`state` in the dtype that is asked for."""
+        """Returns `state` in the requested dtype."""
         return dict(state) if self.dtype is None else converted(state, self.dtype)
 
     def _write_weights(self, taken: Mapping[str, Any], folder: Path) -> int:
-        """Write all weights of a model into `folder`. Returns how many tensors they are."""
+        """Write all weights of a model to `folder`. Returns the number of tensors."""
         state = self.in_dtype(taken)
         values = [value for value in state.values() if isinstance(value, Tensor)]
         dtypes = {value.dtype for value in values if value.is_floating_point()}
@@ -242,7 +245,7 @@ class _Job:
         return _num_tensors(state)
 
     def _convert_adapters(self, folder: Path) -> int:
-        """Give adapters in `folder` the dtype that is asked for. Returns how many tensors they are."""
+        """Convert the adapters in `folder` to the requested dtype. Returns the number of tensors."""
         count = 0
         for path in sorted(folder.rglob(ADAPTER_WEIGHTS)):
             state = weights_of_file(path)
@@ -260,7 +263,8 @@ class _Job:
 def _target(
     run: PastRun, out: str | os.PathLike[str] | None, format: Format | None, step: int | None
 ) -> tuple[Format, Path]:
-    """What is written, and where. Raises `InputError` if they do not go together."""
+    """Returns the format and the path to write to. Raises `InputError` if they contradict each
+    other."""
     if format is not None and format not in get_args(Format):
         raise InputError(f"format is {format!r}: give {listed(get_args(Format), str(format))}.")
     if out is None:
@@ -288,7 +292,7 @@ def _target(
 
 
 def _check_free(run: PastRun, target: Path, form: Format, force: bool) -> None:
-    """Raises `InputError` if what is at `target` is not to be replaced."""
+    """Raises `InputError` if `target` exists and must not be replaced."""
     is_folder = form == "huggingface"
     if not os.path.lexists(target) or (is_folder and _is_empty(target)):
         return

@@ -1,10 +1,10 @@
-"""Planning: from a task and the devices at hand to a plan, on one rank or on many together.
+"""Planning: makes a plan for a task and the available devices, on one rank or on several together.
 
-A model that no trace can follow is measured instead, on the device that is here.
+A model that cannot be traced is measured instead, on the device of this process.
 
-With several ranks every rank describes its own device to the others, and together they measure how fast
-they exchange gradients; rank 0 plans, and the others are given its plan, so that no rounding or setting
-can make them differ.
+With several ranks, each rank describes its device to the others, and together they measure the speed of
+communication. Rank 0 makes the plan and the others receive it, so that rounding or settings cannot make
+the ranks' plans differ.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ from anybatch.task import JointLoss, Task, check_task
 from anybatch.units import check_count, format_bytes
 
 _MOST_REHEARSED_SECONDS = 30.0
-"""A try that is predicted to take longer is not made unless it is asked for."""
+"""A rehearsal that is predicted to take longer is run only on request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """Everything that a plan settles; see `plan` for the attributes."""
+    """Options that determine a plan; see `plan` for the attributes."""
 
     memory: str | int | None = None
     parallel: Parallel | None = None
@@ -86,7 +86,7 @@ class PlanOptions:
     rehearsal: bool | None = None
 
     def given(self) -> dict[str, Any]:
-        """What is not as it is by default, by name."""
+        """Returns the options that differ from their defaults, by name."""
         told = ((field, getattr(self, field.name)) for field in fields(self))
         return {field.name: value for field, value in told if value != field.default}
 
@@ -111,57 +111,59 @@ def plan(
     rehearsal: bool | None = None,
     watch: Callable[[str], None] | None = None,
 ) -> Plan:
-    """The fastest plan for `task` that fits.
+    """Make the fastest plan for `task` that fits the memory budget.
 
-    On a device that is here the plan is rehearsed: a few passes over the first samples are run under
-    the budget and undone. Peak and time of the plan are those that were measured. A choice that does
-    not fit is replaced by the next leaner one. For a device that is not here they are predicted.
+    On this machine, the plan is rehearsed: a few passes over the first samples are run under the budget
+    and undone. The plan then has the measured peak and time, and a choice that does not fit is replaced
+    by the next leaner one. For a described machine, peak and time are predicted.
 
-    The choice that a rehearsal confirmed is remembered in the user's cache folder: planning the same
-    task again on the same machine only measures that choice, so it takes a moment and ends with the
-    same plan. If it no longer fits, or with `rehearsal=True`, the search starts anew.
+    The choice that a rehearsal confirmed is cached in the user's cache folder. Planning the same task
+    again on the same machine only measures that choice, so it is fast and results in the same plan. If
+    the choice no longer fits, or with `rehearsal=True`, the search starts again.
 
-    In a process that was started as one of several (by torchrun, say), and without `machine`, all of
-    them have to call it, and get the same plan; `parallel="single"` is for one that trains by itself.
-    They measure what joins them for that, which takes about half a second at the most; ranks that are
-    not here are taken to be joined as tabulated.
+    If this process is one of several ranks (started by torchrun, for example) and `machine` is not
+    given, all ranks must call this, and get the same plan, unless `parallel="single"`, which is for a
+    process that trains by itself. The ranks measure the link between them, which takes at most about
+    half a second. For ranks that are not running, tabulated link speeds are used.
 
     Args:
-        task: what to train.
-        machine: where; None: this machine.
-        memory: budget per device (`"10GiB"`, or bytes); None: most of what is free, or what
-            `machine` says.
-        ranks: how many to plan for; None: those that are here, or one for each device of `machine`.
-        parallel: how they share a step, see `plans.Parallel`; None: `"replicate"` or `"shard"`, as is
-            predicted to be faster.
-        precision: one of `plans.Precision`, or O0 to O3, which is never changed; or `"auto"`: of fp32,
-            tf32, bf16 (and fp16 where there is no bf16) what is predicted to be fastest on the device,
-            the more exact one among equals.
+        task: task to train.
+        machine: machine to plan for; None: this machine.
+        memory: budget per device (`"10GiB"`, or bytes); None: most of the free memory, or the budget of
+            `machine`.
+        ranks: number of ranks to plan for; None: the ranks that are running, or one per device of
+            `machine`.
+        parallel: how the ranks share a step, see `plans.Parallel`; None: `"replicate"` or `"shard"`,
+            whichever is predicted to be faster.
+        precision: one of `plans.Precision`, or O0 to O3, which is never changed; or `"auto"`: whichever
+            of fp32, tf32 and bf16 (fp16 if bf16 is not supported) is predicted to be fastest on the
+            device, and the more exact one in case of a tie.
         micro_batch: samples per forward pass; None lets the planner choose.
-        recompute: `"none"`, `"all"`, `"nested"`, names of modules separated by commas, or a
-            `Recompute`; None lets the planner choose.
-        chunked_loss: whether cross-entropy over the outputs of an `nn.Linear` is computed in chunks, so
-            that the logits are never all there; None lets the planner choose.
-        exchange: what ranks tell each other, where it is not to be exact; see `plans.Exchange`.
+        recompute: `"none"`, `"all"`, `"nested"`, module names separated by commas, or a `Recompute`;
+            None lets the planner choose.
+        chunked_loss: whether to compute the cross-entropy over the outputs of an `nn.Linear` in chunks,
+            so that the full logits are never in memory; None lets the planner choose.
+        exchange: what ranks communicate, if the exchange need not be exact; see `plans.Exchange`.
         norms: `"ghosts"`: each ghost batch of BatchNorm is computed by one rank; `"synchronised"`: each
-            is divided over the ranks; None: the first, unless ranks would be idle so and the second is
-            faster.
-        sharding: how the model is divided over the ranks, which then it is, see `Sharding`; None: over
-            all of them, if it is divided.
-        balance: `"measured"`: shares follow the ranks' measured speed; `"fixed"`: they stay; None:
-            measured on GPUs, but for local steps.
-        compile: compile the blocks of the model by `torch.compile`. Then a budget on a CPU is planned
-            with and not enforced.
-        frontier: look at ways that cannot win, too, so that the plan tells what memory buys in time.
-        rehearsal: whether the plan is rehearsed, where it can be: not for a described `machine`, for
-            a divided model, a stream, or a model to be compiled. True: and no plan is remembered from
-            earlier. None: where it is predicted to take at most 30 s, or nothing is predicted.
-        watch: told what is being looked at, in a few words, as often as that changes.
+            is divided over the ranks; None: `"ghosts"`, unless ranks would then be idle and
+            `"synchronised"` is faster.
+        sharding: how to divide the model over the ranks, see `Sharding`; implies a divided model. None:
+            over all ranks, if the model is divided.
+        balance: `"measured"`: shares follow the ranks' measured speed; `"fixed"`: they do not change;
+            None: measured on GPUs, except with local steps.
+        compile: compile the blocks of the model with `torch.compile`. A budget on a CPU is then used
+            for planning but not enforced.
+        frontier: also evaluate choices that cannot be the fastest, so that the plan contains the
+            tradeoff between memory and time.
+        rehearsal: whether to rehearse the plan. Not possible for a described `machine`, a divided
+            model, a stream or a compiled model. True: also ignore the cached plan. None: rehearse if it
+            is predicted to take at most 30 s, or if there is no prediction.
+        watch: called with a short description of the current activity whenever it changes.
 
     Raises:
         NoPlanFits: not even the leanest plan fits.
-        InputError: something in the task or the arguments cannot be used.
-        PeerFailed, PeerLost: another rank could not plan, or is gone.
+        InputError: the task or an argument cannot be used.
+        PeerFailed, PeerLost: another rank could not plan, or is lost.
     """
     check_task(task)
     options = PlanOptions(
@@ -182,7 +184,7 @@ def plan(
 
 
 class _Planning:
-    """One call of `plan`, see there for the arguments."""
+    """State of one call of `plan`; see `plan` for the arguments."""
 
     def __init__(
         self,
@@ -195,7 +197,7 @@ class _Planning:
     ) -> None:
         exchange = options.exchange
         if options.balance is None and exchange is not None and exchange.every > 1:
-            # Ranks that take steps by themselves do not tell their times.
+            # Ranks that take local steps do not communicate their times.
             options = replace(options, balance="fixed")
         _check(task, ranks, options)
         self._by_itself = machine is not None or options.parallel == "single"
@@ -211,7 +213,7 @@ class _Planning:
         self._remembered: Remembered | None = None  # on the rank that makes the plan
 
     def plan(self) -> Plan:
-        """The plan, rehearsed where it can be. All ranks call it."""
+        """Returns the plan, rehearsed if possible. All ranks must call it."""
         task, options = self._task, self._options
         is_here = self._machine is None
         with nullcontext() if self._by_itself else joined():
@@ -221,7 +223,7 @@ class _Planning:
             if self._together and options.parallel != "single":
                 held = options.memory is not None and not options.compile
                 self._link = _measured_link(self._watch, held)
-            # As the run will compute, so that what is predicted is what is run.
+            # With the same number of threads as in the run, so that the prediction matches it.
             on_cpu = any(device.kind == "cpu" for device in self._devices)
             with one_thread() if task.grains is not None and on_cpu else nullcontext():
                 made = self._made()
@@ -234,7 +236,7 @@ class _Planning:
         return made if options.exchange is None else made.exchanging(options.exchange)
 
     def _rehearsed(self, made: Plan) -> Plan:
-        """`made` as measured; made anew if it was remembered and no longer fits."""
+        """Returns `made` with measured values. A cached plan that no longer fits is made again."""
         if self._watch is not None:
             self._watch("rehearsal")
         if _is_remembered(made):
@@ -245,7 +247,7 @@ class _Planning:
         return _rehearsed(self._task, made, is_fixed=self._options.micro_batch is not None)
 
     def _made(self, anew: bool = False) -> Plan:
-        """The plan that rank 0 makes or, unless `anew`, remembers."""
+        """Returns the plan that rank 0 makes or, unless `anew`, has cached."""
         try:
             one = partial(self._one, self._devices, anew)
             return by_rank_0(one) if self._together else one()
@@ -260,7 +262,7 @@ class _Planning:
             raise
 
     def _one(self, devices: Sequence[Device], anew: bool) -> Plan:
-        """The plan for `devices`, on this rank."""
+        """Makes the plan for `devices` on this rank, or returns the cached one unless `anew`."""
         options, told = self._options, self._notices(devices)
         leanest = min(devices, key=lambda device: device.budget_bytes)
         with few_collections():
@@ -268,7 +270,7 @@ class _Planning:
             wishes = self._wishes(subject)
             before: Plan | None = None
             if self._machine is None and options.rehearsal is None:
-                # The budget is a fact of the devices; the rest of what was asked for is in the key.
+                # The budget is in `devices`; the key contains all other options.
                 asked = asdict(replace(options, memory=None)) | {"vary": wishes.shapes_vary}
                 key = key_of(subject, devices, self._limited, asked)
                 passing = tuple(budget_notices(subject, leanest, self._limited))
@@ -278,7 +280,7 @@ class _Planning:
                     if before is not None and is_complete:
                         return before
             is_reproducible = self._task.grains is not None
-            # Ranks that meet inside passes exchange exactly, and nothing else there.
+            # Ranks that communicate inside passes require the exact exchange.
             exact = options.exchange is None or options.exchange.is_exact
             divisible = exact and not is_reproducible
             is_joint = isinstance(self._task.loss, JointLoss)
@@ -308,7 +310,8 @@ class _Planning:
             return made if before is None else _with_frontier(before, made)
 
     def _notices(self, devices: Sequence[Device]) -> Sequence[str]:
-        """What is to be said of the devices, each once. Raises `InputError`."""
+        """Returns the notices about the devices, without duplicates. Raises `InputError` if a device
+        does not support the precision."""
         wanted = parse_open_precision(self._options.precision)
         told: dict[str, None] = {}
         if wanted is not None:
@@ -335,22 +338,22 @@ class _Planning:
 
 
 def _with_frontier(before: Plan, made: Plan) -> Plan:
-    """`before`, which is remembered, with the frontier of `made`, whose times are corrected as those
-    were that are remembered."""
+    """Returns `before`, a cached plan, with the frontier of `made`, whose times are scaled by the
+    correction factor of `before`."""
     both = ((before.predicted_seconds(p.choice), p.step_seconds) for p in made.frontier)
     made = made.slowed(next((then / now for then, now in both if then and now), 1.0))
     return before.model_copy(update={"frontier": made.frontier, "rejected": made.rejected})
 
 
 def with_norms(task: Task, norms: str | None) -> tuple[Task, Norms | None]:
-    """`task`, with one ghost batch per step if `norms` is `"as-written"`, and where norms are computed;
-    None: that is open. Raises `InputError` for another name."""
+    """Returns `task`, with one ghost batch per step if `norms` is `"as-written"`, and where norms are
+    computed, or None if that is left to the planner. Raises `InputError` for an unknown name."""
     where, as_written = parse_norms_of_task(norms)
     return replace(task, ghost_batch=largest_batch(task)) if as_written else task, where
 
 
 def _check(task: Task, ranks: int | None, options: PlanOptions) -> None:
-    """Raises `InputError` for a wish that cannot be, or that this task rules out."""
+    """Raises `InputError` for an option that is invalid, or incompatible with the task."""
     parse_parallel(options.parallel)
     checked_ranks(ranks, options.parallel)
     parse_norms(options.norms)
@@ -415,14 +418,15 @@ def _check(task: Task, ranks: int | None, options: PlanOptions) -> None:
 
 
 def _refuse(why: Mapping[str, tuple[bool, object, str]], since: str) -> None:
-    """Raises `InputError` for the first of some wishes that is wrong, with its value and a remedy."""
+    """Raises `InputError` for the first option in `why` that is wrong, with its value and a remedy."""
     for name, (is_wrong, value, remedy) in why.items():
         if is_wrong:
             raise InputError(f"{name} is {value!r} and {since}, but {remedy}.")
 
 
 def _is_rehearsed(task: Task, plan: Plan, wanted: bool | None) -> bool:
-    """Whether to rehearse `plan`; `wanted`: see `plan`. A stream may give each sample but once."""
+    """Returns whether to rehearse `plan`; for `wanted`, see `rehearsal` in `plan`. A stream is not
+    rehearsed, since it may yield each sample only once."""
     elsewhere = plan.num_ranks != (dist.get_world_size() if are_several() else 1)
     if wanted is False or plan.kernels.compile or elsewhere:
         return False
@@ -436,8 +440,9 @@ def _is_rehearsed(task: Task, plan: Plan, wanted: bool | None) -> bool:
 
 
 def _returning(plan: Plan) -> Plan:
-    """`plan`, which is not rehearsed, with freed memory returned where its budget is enforced on a CPU:
-    what is predicted is what is in use, without the holes that are left where it is kept."""
+    """Returns `plan`, which is not rehearsed, with freed memory returned to the system if its budget is
+    enforced on a CPU: the prediction counts memory in use, without the fragmentation that occurs if
+    freed memory is kept."""
     told = plan.prediction
     if plan.device != "cpu" or not plan.enforced or told is None:
         return plan
@@ -457,8 +462,8 @@ def _returning(plan: Plan) -> Plan:
 def _measured_refusal(
     refused: NoPlanFits, task: Task, devices: Sequence[Device], make: Callable[..., Plan]
 ) -> NoPlanFits:
-    """`refused`, with the least budget that a rehearsal measures in place of the predicted one, if that
-    is more."""
+    """Returns `refused`, with the predicted least budget replaced by the measured one if a rehearsal
+    under the predicted budget shows that more is needed."""
     least = refused.least_bytes
     if least is None or len(devices) > 1:
         return refused
@@ -476,19 +481,19 @@ def _measured_refusal(
             f" least {format_bytes(needs)} (--memory {-(-needs // (1 << 20))}MiB).{line}{predicted}",
             least_bytes=needs,
         )
-    except Exception:  # the user's code will raise it again, and tell
+    except Exception:  # an error of the user's code will be raised again, and reported, in the run
         return refused
     return refused
 
 
 def _is_remembered(plan: Plan) -> bool:
-    """Whether `plan`, which was not rehearsed now, was earlier."""
+    """Returns whether `plan` was rehearsed in an earlier call."""
     return plan.prediction is not None and plan.prediction.rehearsed
 
 
 def _rehearsed_again(task: Task, plan: Plan) -> Plan | None:
-    """`plan`, which was remembered, with the time that it takes now, and the most memory that it has
-    taken so far, since a heap is not laid out the same every time; None: it no longer fits."""
+    """Returns `plan`, a cached plan, with the time measured now and the larger of the cached and the
+    measured peak, since the layout of the heap varies; None if it no longer fits."""
     with Session(replace(task, num_workers=0), plan) as session:
         found = session.rehearsed(is_fixed=True)
     if found is None or found.prediction is None or plan.prediction is None:
@@ -501,10 +506,10 @@ def _rehearsed_again(task: Task, plan: Plan) -> Plan | None:
 
 
 def _rehearsed(task: Task, plan: Plan, is_fixed: bool) -> Plan:
-    """The plan that passes over the first samples confirm. Samples are read by this process: workers
-    take longer to start than passes to run.
+    """Returns the plan that passes over the first samples confirm. Samples are read in this process,
+    since workers would take longer to start than the passes take to run.
 
-    Raises `NoPlanFits`, and what the data, the model or the loss raises.
+    Raises `NoPlanFits`, and any error that the data, the model or the loss raises.
     """
     with Session(replace(task, num_workers=0), plan) as session:
         found = session.rehearsed(is_fixed)
@@ -512,8 +517,8 @@ def _rehearsed(task: Task, plan: Plan, is_fixed: bool) -> Plan:
 
 
 def serves_again(before: Plan, task: Task, ranks: int | None, options: PlanOptions) -> bool:
-    """Whether `before`, a plan for `task`, is for the same ranks, devices, budget and wishes as one
-    that `plan` would make with these options. With several ranks all of them have to ask."""
+    """Returns whether `before`, a plan for `task`, has the same ranks, devices, budget and options as
+    the one that `plan` would make with `options`. With several ranks, all of them must call it."""
     memory, compile = options.memory, options.compile
     devices = devices_of(None, memory, ranks, options.parallel)
     leanest = min(devices, key=lambda device: device.budget_bytes)
@@ -541,14 +546,15 @@ def serves_again(before: Plan, task: Task, ranks: int | None, options: PlanOptio
 
 
 def _grains(task: Task, before: Plan) -> tuple[int | None, int | None]:
-    """Of `task`, whose model is that of `before`. Raises `InputError` if they would cut ghosts."""
+    """Returns the sizes of grain and part of `task`, whose model is that of `before`. Raises
+    `InputError` if they would cut ghost batches."""
     if task.grains is None:
         return None, None
     return task.grains.cut(largest_batch(task), before.task.ghost_batch)
 
 
 def checked_ranks(ranks: int | None, parallel: Parallel | None) -> None:
-    """Raises `InputError` for a number of ranks that cannot be."""
+    """Raises `InputError` if `ranks` is invalid, or contradicts `parallel`."""
     if ranks is None:
         return
     check_count(ranks, "ranks")
@@ -559,8 +565,8 @@ def checked_ranks(ranks: int | None, parallel: Parallel | None) -> None:
 
 
 def check_started(ranks: int | None, name: str = "ranks") -> None:
-    """Raises `InputError` if somebody else has started another number of ranks than is asked for by
-    `name`. Those that anybatch started may be fewer by now."""
+    """Raises `InputError` if a launcher other than anybatch has started a different number of ranks
+    than the argument `name` requests. The number of ranks that anybatch started may have decreased."""
     member = find()
     if member is None or ranks is None or member.launcher == "anybatch":
         return
@@ -573,15 +579,15 @@ def check_started(ranks: int | None, name: str = "ranks") -> None:
 
 
 def default_ranks() -> int:
-    """How many ranks this machine is used with if nobody says: one for each CUDA device, or one."""
+    """Returns the default number of ranks on this machine: one per CUDA device, or one."""
     return max(1, torch.cuda.device_count()) if torch.cuda.is_available() else 1
 
 
 def devices_of(
     machine: Machine | None, memory: str | int | None, ranks: int | None, parallel: Parallel | None
 ) -> Sequence[Device]:
-    """The devices of the ranks to plan for, one each. Where this process is one of several, and no
-    machine is given, those of all of them, which have to ask together."""
+    """Returns the devices of the ranks to plan for, one per rank. If this process is one of several
+    ranks and no machine is given, these are the devices of all of them, which must call it together."""
     if machine is None and are_several():
         return tell(_own_device(memory))
     if machine is not None:
@@ -607,18 +613,18 @@ def devices_of(
 
 
 def are_several() -> bool:
-    """Whether this process is one of several ranks that are joined."""
+    """Returns whether this process belongs to a process group of several ranks."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _on_one_cpu(device: Device, ranks: int, divided: bool) -> list[Device]:
-    """`ranks` times the CPU; what is free is divided among them."""
+    """Returns the CPU once per rank. If `divided`, its budget is divided among the ranks."""
     budget = device.budget_bytes // ranks if divided else device.budget_bytes
     return [device.divided(ranks, budget)] * ranks
 
 
 def _own_device(memory: str | int | None) -> Device:
-    """This rank's device; of a CPU, its part of what is free."""
+    """Returns this rank's device; for a CPU, with this rank's share of the free memory."""
     if torch.cuda.is_available():
         return Machine.here(memory, f"cuda:{torch.cuda.current_device()}").device
     member = find()
@@ -627,19 +633,20 @@ def _own_device(memory: str | int | None) -> Device:
 
 
 def _measured_link(watch: Callable[[str], None] | None, held: bool) -> Link | None:
-    """What joins the ranks that are here; all of them call it. `held`: the run is going to be held to a
-    budget. Raises what `measured_link` raises."""
+    """Measures the link between the ranks; all of them must call it. `held`: a budget will be enforced
+    in the run. Raises what `measured_link` raises."""
     if watch is not None:
         watch("measuring the exchange between ranks")
     if torch.cuda.is_available():
         index = torch.cuda.current_device()
         context_bytes(
             index
-        )  # kept, and NCCL's buffers, which are counted beside it, are not there yet
+        )  # measured and cached before NCCL allocates its buffers, which are counted separately
         return measured_link(torch.device("cuda", index))
     if not held:
         return measured_link(torch.device("cpu"))
-    # As the run will. What gloo frees would stay mapped, and the run would use it beside its budget.
+    # As in the run. Otherwise memory that gloo frees would stay mapped, and the run would use it in
+    # addition to its budget.
     use_one_heap()
     return_freed_memory()
     try:
@@ -649,7 +656,8 @@ def _measured_link(watch: Callable[[str], None] | None, held: bool) -> Link | No
 
 
 def by_rank_0(make: Callable[[], Plan]) -> Plan:
-    """What rank 0 makes, on every rank; or its error, as `PeerFailed` on the others."""
+    """Calls `make` on rank 0 and returns its result on every rank. If it raises an error, the other
+    ranks raise `PeerFailed`."""
     found: Plan | None = None
     wrong: Exception | None = None
     if dist.get_rank() == 0:
@@ -668,7 +676,8 @@ def by_rank_0(make: Callable[[], Plan]) -> Plan:
 
 
 def _recompute(wish: str | Recompute | None, subject: Subject) -> Recompute | None:
-    """What the user wrote for recompute. Raises `InputError` where the model has nothing like it."""
+    """Parses the `recompute` argument of `plan`. Raises `InputError` if the model has no such
+    modules."""
     if wish is None or isinstance(wish, Recompute):
         return wish
     if wish == "none":

@@ -1,8 +1,8 @@
-"""The task of a run that exists, loaded again to evaluate it or to export its weights.
+"""Reloading the task of an existing run, to evaluate the run or to export its weights.
 
-A run folder may come from somebody else, and what it names is not to be trusted: a file that it names
-is run only if it lies outside the folder, is none of an installed package, and is the same, by its
-checksum, as the one that trained the run. A file that the user names is run as it is.
+A run folder may come from someone else, so the file that it names is not trusted: the file is executed
+only if it is outside the folder, is not part of an installed package, and has the same checksum as the
+file that trained the run. A file that the user names is executed without these checks.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from anybatch.task import Grains, Task, check_task
 def task_of(
     run: PastRun, task: Task | str | None = None, settings: Mapping[str, str] | None = None
 ) -> Task:
-    """The task of `run`, with the global batch and the grains that it was run with.
+    """Returns the task of `run`, with the global batch and the grains of the run. A `Task` that is
+    passed as `task` is returned unchanged.
 
     Args:
-        run: its folder remembers what the task was loaded by.
-        task: instead of that, a task or its name. The settings of the run are those of another function
-            then, and left out, unless file and function are called the same.
-        settings: arguments of the task's function, beside and in place of those of the run.
+        run: run whose folder records how its task was loaded.
+        task: task, or its name, to use instead. The settings of the run are then ignored, since they
+            belong to another function, unless file and function have the same names.
+        settings: arguments of the task's function. They are added to those of the run and override
+            them.
 
-    Raises `InputError` if nothing tells where the task comes from or the file that the run names is not
-    to be run, and what `resolve` raises.
+    Raises `InputError` if the origin of the task is not known or the file that the run names must not
+    be executed, and what `resolve` raises.
     """
     if isinstance(task, Task):
         if settings:
@@ -58,9 +60,9 @@ def task_of(
 
 
 def _check_file(run: PastRun) -> None:
-    """Raises `InputError` if the run names a file that is not to be run unless the user names it."""
+    """Raises `InputError` if the run names a file that may be executed only if the user names it."""
     file = file_of(run.source)
-    if file is None or not file.is_file():  # a recipe; or `resolve` says that the file is gone
+    if file is None or not file.is_file():  # a recipe, or a missing file, which `resolve` reports
         return
     if file.is_relative_to(run.folder.resolve()):
         why = "lies in that folder, which may be somebody else's"
@@ -85,16 +87,17 @@ def _installed() -> list[Path]:
 
 
 def _is_called(name: str) -> str:
-    """A task's name without the folders of its file, with its function."""
+    """Returns a task's name without the folders of its file, and with its function."""
     last = os.path.basename(name)
     return f"{last}:task" if last.endswith(".py") else last
 
 
 def _as_run(task: Task, run: PastRun) -> Task:
-    """`task` of the size that it was run in, which may have been set beside its function."""
+    """Returns `task` with the global batch and grains of `run`, which may have been set outside the
+    task's function."""
     identity = run.plan.task
     size = identity.batch_rule or str(identity.global_batch)
-    # The shape of a ramp and the lengths of tokens are not read back; the task's function has them.
+    # `size` lacks the shape of a ramp and the lengths in tokens; the task's function has them.
     if as_text(task.global_batch) != size:
         task = replace(task, global_batch=read_rule(size))
     if identity.grain is None:
@@ -103,7 +106,7 @@ def _as_run(task: Task, run: PastRun) -> Task:
 
 
 def checked_step(step: int | None) -> None:
-    """Raises `InputError` if `step` is no number of a step."""
+    """Raises `InputError` if `step` is not a valid step number."""
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
         raise InputError(f"step is {step!r}: give the number of a step that was saved.")
 

@@ -1,16 +1,16 @@
-"""When a run saves, and how it is asked to stop.
+"""When a run saves checkpoints, and how it is stopped by a signal.
 
-A checkpoint is written by all ranks after the same step, so every reason for one has to be known to all
-of them. Some are by themselves: the number of the step, the loss of an evaluation, an error that all
-met together. A clock and a signal are known to one rank, which tells the others with the next step's
-vote (`Wish`).
+All ranks write a checkpoint after the same step, so all of them have to know the reason for it. Some
+reasons are known to every rank: the step number, the loss of an evaluation, an error that all ranks
+raise at the same point. A timer or a signal is known to one rank, which communicates it in the vote of
+the next step (`Wish`).
 
-    every so many steps            all know
-    every so many minutes          rank 0 wishes
-    the best evaluation so far     all know
-    SIGTERM, SIGINT, SIGUSR1       the ranks that were sent it wish; then all stop
-    an error that ends the run     all know, if they met it together
-    the end                        all know
+    every N steps                  known to all ranks
+    every N minutes                requested by rank 0
+    the best evaluation so far     known to all ranks
+    SIGTERM, SIGINT, SIGUSR1       requested by the ranks that receive it; then all stop
+    an error that ends the run     known to all ranks, if all raise it at the same point
+    the end                        known to all ranks
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ DEFAULT_EVERY = "10min"
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """How often a run saves by itself. Neither: only where it has to stop, and at its end."""
+    """Interval between checkpoints, in steps or in seconds. If neither is set, the run saves only when
+    it has to stop, and at its end."""
 
     steps: int | None = None
     seconds: float | None = None
 
     @classmethod
     def parse(cls, value: int | str | None) -> Every:
-        """`500` or `"500"`: steps; `"10min"`: time; None or `"never"`. Raises `InputError`."""
+        """Parses `500` or `"500"` (steps), `"10min"` (time), and None or `"never"`. Raises
+        `InputError`."""
         name = "checkpoint_every"
         if value is None or value == "never":
             return cls()
@@ -63,16 +65,18 @@ class Every:
 
 @contextmanager
 def kept(session: Session, every: Every, out: Path | None = None) -> Iterator[Iterator[StepDone]]:
-    """The steps of `session` that are left, saved at the right moments. Every rank has the same.
+    """Context manager that yields an iterator over the remaining steps of `session`, which also saves
+    checkpoints when they are due, after the same steps on every rank.
 
-    Within the block a signal to end stops the run: `Stopped` is raised after the step, with everything
-    saved if it can be. When the block is left, by its end or by an error that all ranks have met
-    together, what is not saved yet is. A session without a folder for checkpoints has its steps alone.
+    Inside the block, a termination signal stops the run: `Stopped` is raised after the current step,
+    with everything saved if possible. On exit, either at the end or on an error that all ranks raised
+    at the same point, unsaved progress is saved. If the session has no checkpoint folder, nothing is
+    saved and signals are not handled.
 
     Args:
-        session: open, before its first step.
-        every: how often it saves by itself.
-        out: folder of the run, which a message names.
+        session: open session, before its first step.
+        every: interval between checkpoints.
+        out: run folder, named in messages.
     """
     if not session.keeps:
         yield session.steps()
@@ -94,18 +98,18 @@ class _Keeper:
         self._session = session
         self._every = every
         self._out = out
-        self._saved_step = session.num_steps  # nothing is lost at the beginning
+        self._saved_step = session.num_steps  # at the beginning there is nothing to save
         self._saved_time = time.monotonic()
         self._least_loss = math.inf
 
     def steps(self) -> Iterator[StepDone]:
-        """The steps, each followed by what is due after it."""
+        """Iterates over the steps, and saves or stops after each one if that is due."""
         for event in self._session.steps():
             self._after(event)
             yield event
 
     def finish(self) -> None:
-        """Save what is not saved yet, and wait for it."""
+        """Save unsaved progress, and wait until it is written."""
         if self._session.num_steps != self._saved_step:
             self._save(wait=True)
         self._session.saved(wait=True)
@@ -125,7 +129,7 @@ class _Keeper:
             raise Stopped(
                 f"the run was asked to stop, and has after step {event.step}{what}: {again}."
             )
-        # Steps that were left out whole are passed without an event.
+        # Skipped steps emit no event, so a multiple of `every.steps` may be passed.
         due = every.steps and session.num_steps // every.steps > self._saved_step // every.steps
         if due or Wish.SAVE in session.wished or self._is_best():
             self._save()
@@ -148,11 +152,13 @@ class _Keeper:
 
 @contextmanager
 def _stopping(session: Session) -> Iterator[None]:
-    """Within the block a signal to end asks all ranks of `session` to stop after the step. A second one
-    does what it would without this: the process ends at once.
+    """Context manager in which a termination signal requests all ranks of `session` to stop after the
+    current step. The previous handlers are restored on the first signal, so a second one ends the
+    process immediately.
 
-    SIGTERM, SIGINT, and SIGUSR1 (by which Slurm is often told to warn) and SIGHUP where nothing else
-    handles them. Only the main thread can be told of signals; elsewhere nothing is changed.
+    Handles SIGTERM and SIGINT, and SIGUSR1 (which Slurm is often configured to send as a warning) and
+    SIGHUP unless they have another handler. Signal handlers can be set only in the main thread;
+    in other threads, this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -166,7 +172,7 @@ def _stopping(session: Session) -> Iterator[None]:
             before[number] = found
 
     def ask(number: int, frame: FrameType | None) -> None:
-        session.stops = True  # written by nobody else meanwhile, so it cannot be lost
+        session.stops = True  # nothing else writes it meanwhile, so the request cannot be lost
         put_back()
 
     def come_late(number: int, frame: FrameType | None) -> None:
@@ -182,8 +188,8 @@ def _stopping(session: Session) -> Iterator[None]:
     try:
         yield
     except Stopped:
-        # By what the other ranks said. The signal that they were sent is on its way to this one, which
-        # is not to die of it while it closes.
+        # If another rank requested the stop, the signal that it received may still reach this rank,
+        # and must not kill it while it closes.
         comes_late = find() is not None and not session.stops
         raise
     finally:

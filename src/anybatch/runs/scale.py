@@ -1,14 +1,14 @@
-"""Scale: how a task's step time depends on the number of ranks.
+"""Strong scaling: how the step time of a task depends on the number of ranks.
 
-The global batch is the same for every number of ranks (strong scaling), so with n ranks each computes
-1/n of it. Up to the ranks that this machine has devices for (on a CPU: cores), a few steps are run and
-timed. Beyond, and for devices that are not here, times are predicted:
+The global batch is the same for every number of ranks, so each of n ranks computes 1/n of it. Up to the
+number of devices of this machine (on a CPU: of cores), a few steps are run and timed. For more ranks,
+and for a described machine, times are predicted:
 
     step(n) = computing(n) * correction + exchange(n) + update(n)
 
 where the three terms are those of the plan for n ranks (see `Prediction.step_parts`; the exchange is a
-ring all-reduce over the link that the plan names), and the correction is measured / predicted computing
-of the largest number of ranks that was run, or 1.
+ring all-reduce over the plan's link). The correction is the ratio of measured to predicted computing
+time for the largest number of ranks that was run, or 1.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ def scale(
     steps: int = STEPS,
     watch: Callable[[str], None] | None = None,
 ) -> tuple[Scaled, ...]:
-    """The step time of `task` on each number of `ranks`.
+    """Measure or predict the step time of `task` for each number of `ranks`.
 
     Args:
-        task: what to train. Its model is not changed.
+        task: task to train. Its model is not modified.
         ranks: numbers of ranks, in the order of the result.
-        machine: a described machine with one device, of which there are as many as ranks; None: this
-            one, where steps are run.
+        machine: description of a machine with one device, one of which is assumed for each rank; None:
+            this machine, on which steps are run.
         memory, precision, parallel: see `plan`.
-        steps: that are run for each number of ranks on this machine.
-        watch: called with what is being done, in a few words.
+        steps: number of steps to run for each number of ranks on this machine.
+        watch: called with a short description of the current activity.
 
-    Raises `InputError` for numbers that cannot be used, and what `plan` and `train` raise, except
-    `NoPlanFits`, which becomes a row of the result.
+    Raises `InputError` for invalid numbers, and what `plan` and `train` raise, except `NoPlanFits`,
+    which is reported as a row of the result.
     """
     check_task(task)
     _check(ranks, steps, machine)
     wishes = {"memory": memory, "precision": precision, "parallel": parallel}
     here = 0 if machine is not None else _devices_here()
     found: dict[int, Scaled] = {}
-    correction: float | None = None  # numbers ascend, so nothing is run once it is known
+    correction: float | None = None  # numbers ascend, so no steps are run after it is computed
     for count in sorted(set(ranks)):
         if watch is not None:
             watch(f"{count} rank{'s' if count > 1 else ''}")
@@ -101,7 +101,7 @@ def _devices_here() -> int:
 
 
 def _run(task: Task, count: int, steps: int, **wishes: object) -> Scaled:
-    """Measured in `steps` steps."""
+    """Returns the step time of `count` ranks, measured by running `steps` steps."""
     model = task.model
     short = replace(
         task,
@@ -132,7 +132,8 @@ def _predicted(
 
 
 def _correction(task: Task, rows: Iterable[Scaled], wishes: Mapping[str, object]) -> float:
-    """Measured / predicted computing of the largest number of ranks that was run."""
+    """Returns the ratio of measured to predicted computing time for the largest number of ranks that
+    was run; 1 if none was."""
     run = [row for row in rows if row.is_measured]
     if not run:
         return 1.0

@@ -1,12 +1,12 @@
-"""Session: a task running under a plan, one global step at a time. Owning the loop:
+"""Session: runs a task under a plan, one global step at a time, in a loop of the caller:
 
     with ab.Session(task, plan) as session:
         for step in session.steps():
             if step.step % 100 == 0:
                 print(session.evaluate().metrics)
 
-With several ranks every rank runs this same code, as under torchrun; steps and evaluations are done
-by all of them together.
+With several ranks, every rank runs the same code, as under torchrun. Steps and evaluations are
+collective operations.
 """
 
 from __future__ import annotations
@@ -102,13 +102,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 RENDEZVOUS_SECONDS = 300.0
-"""How long ranks wait for each other before the first step."""
+"""Timeout for ranks that wait for each other before the first step."""
 
 
 def _at_work(
     what: str,
 ) -> Callable[[Callable[Concatenate[Session, P], T]], Callable[Concatenate[Session, P], T]]:
-    """A method that the watchdog watches, under the plan's budget; `what` names its beginning."""
+    """Decorator for a method that the watchdog monitors and whose memory counts toward the plan's
+    budget; `what` names its first phase."""
 
     def decorated(
         method: Callable[Concatenate[Session, P], T],
@@ -126,22 +127,22 @@ def _at_work(
 
 
 class Session:
-    """A task running under a plan. A context manager: the memory budget holds inside.
+    """Runs a task under a plan. A context manager, inside which the memory budget is enforced.
 
     Args:
-        task: what to train.
-        plan: how; made for this task.
-        sinks: readers of the events; those of rank 0 are called. One may raise `StopTraining`: then
-            one more step is done, so that all ranks know of it, and training is over.
-        checkpoints: folder for `save` and `resume`, which all ranks see; None: nothing is saved.
-        keep: so many checkpoints stay, the last ones, and the best evaluated one beside them.
-        stall_seconds: without progress, after which a rank counts as stuck: it is named with its stack,
-            and ended if it was started as one of several. None: 300 s, or 20 times the longest that
-            it ever stood still before it went on, and half an hour for what is done for the first
-            time.
+        task: task to train.
+        plan: plan to follow, made for this task.
+        sinks: called with the events, on rank 0. A sink may raise `StopTraining`: training then ends
+            after one more step, whose vote communicates the request to all ranks.
+        checkpoints: folder for `save` and `resume`, accessible to all ranks; None: nothing is saved.
+        keep: number of most recent checkpoints to keep, in addition to the best evaluated one.
+        stall_seconds: seconds without progress after which a rank is considered stuck. It is reported
+            with its stack, and ended if it was started as one of several ranks. None: 300 s or 20 times
+            the longest standstill so far after which it went on, whichever is larger, and half an hour
+            for work that is done for the first time.
 
     Attributes:
-        plan: as it is now: leaner than the one given if memory ran out.
+        plan: current plan. It is leaner than the given one if memory ran out.
 
     Raises (on entering) `InputError`: the plan was made for another task or another number of ranks, or
     the model or optimizer cannot be used.
@@ -176,12 +177,12 @@ class Session:
             if plan.parallel != "single":
                 stack.enter_context(joined())
             self._group, name = group_of(plan)
-            Machine.here(device=name)  # or says that there is no such device
+            Machine.here(device=name)  # raises if there is no such device
             self._device = torch.device(name)
             self._leader = self._group.rank == 0
             self._watchdog = self._watched(stack)
             self._pulse = self._watchdog.pulse(self._group.rank)
-            # What checkpoints need of memory is not training's.
+            # Created before the baseline: memory of checkpoints does not count as training's.
             folder = self._folder
             checkpoints = folder and Checkpoints(folder, self._group, keep=self._keep)
             with at_work(), self._pulse.at_work("set-up"):
@@ -206,15 +207,16 @@ class Session:
             self._let_go("_last", "_model", "_leader")
 
     def _let_go(self, *kept: str) -> None:
-        """Be as constructed, but for `kept`. The parts know the session as their sink: that cycle keeps
-        the optimizer's states until somebody collects garbage."""
+        """Reset all attributes but `kept` to those at construction. The parts refer to the session as
+        their sink: this reference cycle would keep the optimizer's state until the next garbage
+        collection."""
         before = self._constructed | {name: vars(self)[name] for name in kept}
         vars(self).clear()
         vars(self).update(before)
 
     @property
     def model(self) -> nn.Module:
-        """The user's module, trained so far."""
+        """The user's module, in its current state of training."""
         if self._model is None:
             self._opened  # noqa: B018 - raises
         assert self._model is not None
@@ -222,27 +224,27 @@ class Session:
 
     @property
     def plan(self) -> Plan:
-        """The plan that is followed now, or was at the end."""
+        """The current plan; after the session is closed, the last one."""
         return self._engine.plan if self._is_open else self._last
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is rank 0: the one that speaks to people and writes files."""
+        """Whether this is rank 0, which reports to the user and writes files."""
         return self._leader
 
     @property
     def num_steps(self) -> int:
-        """Global steps that are committed, those before a resumption included."""
+        """Number of committed global steps, including those before a resumption."""
         return self._opened._position.step
 
     @property
     def keeps(self) -> bool:
-        """Whether it has a folder for checkpoints."""
+        """Whether the session has a checkpoint folder."""
         return self._folder is not None
 
     @property
     def total_steps(self) -> int | None:
-        """Global steps in all; None for a stream of unknown length."""
+        """Total number of global steps; None for a stream of unknown length."""
         return self._opened._steps.total_steps
 
     @property
@@ -253,19 +255,19 @@ class Session:
 
     @property
     def last_evaluation(self) -> Evaluated | None:
-        """The last evaluation, or None if there was none."""
+        """The event of the last evaluation; None if there was none."""
         return self._opened._last_evaluation
 
     @property
     def peak_bytes(self) -> int:
-        """Most memory that training has used so far, on this rank's device, above the baseline."""
+        """Peak memory of training so far on this rank's device, relative to the baseline."""
         return self._opened._meter.peak_bytes()
 
     @property
     def wish(self) -> Wish:
-        """What this rank wishes all to do, `Wish.SAVE` or `Wish.STOP`. To be set at any time; the next
-        step's vote carries it to all ranks, and `wished` tells it there. It stays until it is taken
-        back."""
+        """What this rank requests all ranks to do: `Wish.SAVE` or `Wish.STOP`. May be set at any time.
+        The vote of the next step communicates it to all ranks, where `wished` then contains it. It is
+        kept until it is cleared."""
         return self._opened._engine.wish
 
     @wish.setter
@@ -274,8 +276,9 @@ class Session:
 
     @property
     def stops(self) -> bool:
-        """Whether this rank wishes to stop, which `wished` tells as `Wish.STOP`. For signal handlers:
-        what one adds to `wish` is lost if it comes while the loop, too, changes `wish`."""
+        """Whether this rank requests to stop, which `wished` contains as `Wish.STOP`. For signal
+        handlers: a change of `wish` in a handler could be lost if it interrupts a change in the
+        loop."""
         return self._opened._engine.stops
 
     @stops.setter
@@ -284,24 +287,24 @@ class Session:
 
     @property
     def wished(self) -> Wish:
-        """What any rank wished before the last step, the same on all ranks. To save and to stop is for
-        whoever owns the loop."""
+        """Requests of any rank before the last step; the same on all ranks. The caller's loop has to
+        save and stop."""
         return self._opened._wished
 
     @property
     def failed_together(self) -> bool:
-        """Whether the error that ended `steps` was met by all ranks at the same place: then they can
+        """Whether all ranks raised the error that ended `steps` at the same point, so that they can
         still save."""
         return self._opened._engine.failed_together
 
     def steps(self) -> Iterator[StepDone]:
-        """Do the global steps that are left, one each time the next value is asked for.
+        """Returns an iterator that runs the remaining global steps, one per iteration.
 
         Raises:
             NoPlanFits: memory ran out under the leanest plan.
-            LossError, DataError: the loss or the data cannot be learned from. The model is then as
-                the last committed step left it.
-            PeerFailed, PeerLost: another rank raised an error, or is gone.
+            LossError, DataError: the loss or the data cannot be learned from. The model is then in the
+                state after the last committed step.
+            PeerFailed, PeerLost: another rank raised an error, or is lost.
         """
         self._opened._begin()
         while Wish.END not in self._wished and (event := self._step()) is not None:
@@ -311,16 +314,15 @@ class Session:
 
     @_at_work("rehearsing")
     def rehearsed(self, is_fixed: bool = False) -> Plan | None:
-        """The plan that passes over the first samples confirm on this device, with the peak and the
-        time that they were measured to take. All ranks call it, before the first step; nothing of the
-        passes remains.
+        """Returns the plan that passes over the first samples confirm on this device, with its measured
+        peak and time. All ranks must call it, before the first step. The passes are undone.
 
         Args:
             is_fixed: measure the choice of the plan, and try no other one.
 
         Returns None if there are no samples, or if a fixed choice does not fit. Raises `NoPlanFits` if
-        nothing fits the budget, `InputError` if ranks cannot run passes by themselves (of a divided
-        model), and what the data, the model or the loss raises.
+        nothing fits the budget, `InputError` if ranks cannot run passes independently (with a divided
+        model), and any error that the data, the model or the loss raises.
         """
         if not can_rehearse(self._planned):
             raise InputError(
@@ -352,44 +354,46 @@ class Session:
         return Rehearsing(plan, self._replica, rehearse, used, is_fixed).plan()
 
     def _exchanged(self, mine: T) -> Sequence[T]:
-        """What each rank gives."""
+        """Returns the values of all ranks."""
         return self._group.exchange(mine)
 
     @_at_work("saving")
     def save(self, wait: bool = False) -> None:
-        """Save everything that outlives a step. All ranks call it, after the same step. The bytes are
-        written while training goes on, where there is memory for a copy of them; `wait` for them.
+        """Save a checkpoint of the complete training state. All ranks must call it, after the same
+        step. If there is memory for a copy of the state, it is written in the background while training
+        continues; `wait` blocks until it is written.
 
-        Whether it worked is told by an event, `CheckpointSaved` or `CheckpointFailed`: a full disk does
-        not end training. Raises `InputError` if the session has no folder for checkpoints.
+        The outcome is reported by an event, `CheckpointSaved` or `CheckpointFailed`: a full disk does
+        not end training. Raises `InputError` if the session has no checkpoint folder.
         """
         archive = self._checked_archive()
         self._engine.settle()
         facts = {"plan": self.plan.model_dump(mode="json"), "versions": versions()}
         last = self._last_evaluation if self.evaluated_now else None
-        with self.to_be_evaluated():  # as it is evaluated and exported
+        with self.to_be_evaluated():  # the weights that are evaluated and exported
             archive.save(facts, last.loss if last else None, at_once=wait)
         archive.tell(wait)
 
     @_at_work("saving")
     def saved(self, wait: bool = False) -> None:
-        """Tell, by events, what has become of the checkpoints begun so far; `wait` for those that are
-        still being written."""
+        """Emit the events of the checkpoints that have been completed or have failed since the last
+        call; `wait` first waits for those that are still being written."""
         if self._archive is not None:
             self._archive.tell(wait)
 
     @_at_work("saving")
     def last_save_failed(self) -> bool:
-        """Whether the last save that an event tells of could not be written. All ranks call it."""
+        """Returns whether the last save that was reported by an event failed. All ranks must call
+        it."""
         return self._group.exchange(self._checked_archive().has_failed)[0]
 
     def resume(self) -> bool:
-        """Go on from the newest intact checkpoint, if there is one: with the parameters, the optimizer,
-        the loss scale, the schedule, the samples and the random state that come next, on as many
-        ranks as there are now. All ranks call it, before the first step.
+        """Resume from the newest intact checkpoint, if there is one. Restores the parameters, optimizer
+        state, loss scale, schedule, position in the samples, and random state; the number of ranks may
+        have changed. All ranks must call it, before the first step.
 
-        Returns whether there was one. Raises `InputError` if it is of another task or model, or those
-        that are there are damaged.
+        Returns whether there was a checkpoint. Raises `InputError` if it belongs to another task or
+        model, or if there are checkpoints but none is intact.
         """
         event = self.resumed()
         if event is not None:
@@ -398,31 +402,31 @@ class Session:
 
     @_at_work("resuming")
     def resumed(self) -> Resumed | None:
-        """As `resume`, and the event that tells of it; `train` emits it, after that which opens a
-        run."""
+        """Like `resume`, but returns the event instead of emitting it, or None. `train` emits it after
+        the event that opens the run."""
         return self._checked_archive().resume()
 
     @_at_work("reading weights")
     def take_checkpoint(self, step: int | None = None) -> Path:
-        """Have the weights, and only these, of the newest intact checkpoint, or of the one of `step`,
-        to evaluate or predict with. All ranks call it. Nothing in the folder is touched. Returns where
-        the checkpoint lies.
+        """Load only the weights of the newest intact checkpoint, or of that of `step`, for evaluation
+        or prediction. All ranks must call it. The folder is not modified. Returns the path of the
+        checkpoint.
 
-        Raises `InputError` if there is none, it is of another model, or it is damaged.
+        Raises `InputError` if there is none, or if it belongs to another model or is damaged.
         """
         return self._checked_archive().take_weights(step)
 
     @_at_work("reading weights")
     def take_weights(self, path: str | Path, step: int = 0, epoch: int = 0) -> None:
-        """Have the weights in the file `path`, as `load_weights` reads it, to evaluate or predict with.
-        All ranks call it. What the file holds beside them while it is read is not counted as memory of
+        """Load the weights in the file `path`, which `load_weights` reads, for evaluation or
+        prediction. All ranks must call it. Memory used for reading the file does not count as memory of
         the run.
 
         Args:
-            path: of the file.
-            step, epoch: that the weights are of, which `evaluate` tells.
+            path: path of the file.
+            step, epoch: step and epoch of the weights, which `evaluate` reports.
 
-        Raises `InputError` if there is no such file, it is damaged, or it is for another model.
+        Raises `InputError` if the file does not exist, is damaged, or is for another model.
         """
         with uncounted(), self._meter.aside():
             together(self._group, lambda: load_weights(self.model, Path(path)))
@@ -431,9 +435,10 @@ class Session:
 
     @_at_work("evaluation")
     def evaluate(self) -> Evaluated:
-        """Evaluate on all held-out samples, each once, under the plan's own batch.
+        """Evaluate on all held-out samples, each once, with the plan's evaluation batch. All ranks must
+        call it. Returns the event, which is also emitted.
 
-        Raises `InputError` if the task has none.
+        Raises `InputError` if the task has no held-out samples.
         """
         if self._task.valid is None:
             raise InputError(
@@ -466,12 +471,12 @@ class Session:
     def predict(
         self, data: Any, output: Callable[[nn.Module, Any], Any] | None = None
     ) -> Iterator[Any]:
-        """What the model gives for `data`, batch after batch in order, on the host. Each rank predicts
-        what it is asked for.
+        """Yields the model's outputs for `data` on the host, batch by batch, in order. Each rank
+        predicts the `data` that it is given.
 
         Args:
-            data: samples as the task's data sets give them.
-            output: `(model, batch)` to tensors in any nesting; default `model(batch)`.
+            data: samples in the form of the task's data sets.
+            output: maps `(model, batch)` to tensors in any nesting; default: `model(batch)`.
 
         Raises `NoPlanFits` if there is no room for a single sample.
         """
@@ -491,8 +496,8 @@ class Session:
 
     @_at_work("prediction")
     def predict_all(self, data: Any, output: Callable[[nn.Module, Any], Any] | None = None) -> Any:
-        """What the model gives for all of `data`, in its order, on the host of every rank: each rank
-        predicts a part. All ranks call it. The loss of each held-out sample, say:
+        """Returns the model's outputs for all of `data`, in order, on the host of every rank. Each rank
+        predicts a part. All ranks must call it. For example, the loss of each held-out sample:
 
             session.predict_all(
                 task.valid,
@@ -500,16 +505,16 @@ class Session:
             )
 
         Args:
-            data: samples as the task's data sets give them.
-            output: `(model, batch)` to tensors with the samples on dim 0, or lists of them, in any
-                nesting; default `model(batch)`.
+            data: samples in the form of the task's data sets.
+            output: maps `(model, batch)` to tensors with the samples on dim 0, or lists with one entry
+                per sample, in any nesting; default: `model(batch)`.
 
-        Returns what `output` would for one batch of all samples.
+        Returns what `output` would return for a single batch of all samples.
 
         Raises:
             NoPlanFits: there is no room for a single sample.
             InputError: the outputs cannot be joined.
-            PeerFailed, PeerLost: another rank raised an error, or is gone.
+            PeerFailed, PeerLost: another rank raised an error, or is lost.
         """
         with self.to_be_evaluated():
             result, self._engine.plan = self._evaluation.gathered(
@@ -522,22 +527,24 @@ class Session:
         return result
 
     def started(self) -> RunStarted:
-        """The event that opens a run; `train` emits it."""
+        """Returns the event that opens a run; `train` emits it."""
         return self._opened._record.started(self._planned)
 
     @_at_work("ending")
     def ended(self, seconds: float, finished: bool, reason: str = "") -> RunEnded:
-        """The event that closes a run; `train` emits it. If `finished`, all ranks must call it."""
+        """Returns the event that closes a run; `train` emits it. If `finished`, all ranks must call
+        it."""
         return self._record.ended(self._planned, self.plan, seconds, finished, reason)
 
     def to_be_evaluated(self) -> AbstractContextManager[None]:
-        """Around what evaluates or saves `model` by itself, between two steps: an optimizer that has
-        modes (a schedule-free one) is in evaluation mode, and with it the weights."""
+        """Context manager for code that evaluates or saves `model` itself, between two steps. Inside
+        it, an optimizer with modes (a schedule-free one), and with it the weights, is in evaluation
+        mode."""
         return self._opened._replica.to_be_evaluated()
 
     def emit(self, event: Event) -> None:
-        """Give `event` to all sinks, on rank 0. After one that raises `StopTraining` the others have it
-        all the same."""
+        """Call all sinks with `event`, on rank 0. If a sink raises `StopTraining`, the remaining sinks
+        are still called."""
         if not self._leader:
             return
         for sink in self._sinks:
@@ -548,9 +555,9 @@ class Session:
                     self._engine.wish |= Wish.END
 
     def _watched(self, stack: ExitStack) -> Watchdog:
-        """A watchdog of this process, which ends it only if somebody waits for its end."""
+        """Starts a watchdog for this process, which ends it only if it was started as a rank."""
         awaited, group = find() is not None, self._group
-        # Threads that come and go would be taken for memory that training uses.
+        # The threads of the last resort would count as memory that training uses.
         counts = self._planned.enforced and self._planned.device == "cpu"
         watchdog = Watchdog(
             self._stall_seconds,
@@ -578,7 +585,7 @@ class Session:
     # ---------------------------------------------------------------------------------------- set-up
 
     def _set_up(self, checkpoints: Checkpoints | None) -> None:
-        """Everything between the ranks and the first step; undone if a part of it fails."""
+        """Does all set-up after the ranks have been joined; undone if a part of it fails."""
         task, plan, group, device = self._task, self._planned, self._group, self._device
         self._last_evaluation: Evaluated | None = None
         self._wished = Wish.NOTHING
@@ -588,9 +595,9 @@ class Session:
         together(group, lambda: check_available(plan.choice.precision, here))
         check_alike(task, plan, group)
         together(group, lambda: kernel_choices.check_available(plan.kernels, device))
-        # From here on memory counts, so that what speaks to the other ranks was made before.
+        # Memory is measured from here on. Process groups have been created before.
         self._limit = make_limit(plan, device, counted=(task.model,))
-        with ExitStack() as undo:  # what was done so far is undone if the rest fails
+        with ExitStack() as undo:  # undoes the completed parts if a later one fails
             undo.callback(self._limit.leave)
             self._meter: Meter = self._limit.enter()
             if plan.task.grain is None:
@@ -610,7 +617,7 @@ class Session:
         self._replica = self._build(undo, None if checkpoints is None else frozen)
         self._model = self._replica.model
         self._pulse.follow(self._replica)
-        with uncounted():  # a compiler is no part of training
+        with uncounted():  # memory of a compiler is not training's
             together(group, self._replica.rehearse)
         undo.callback(group.close)
         together(group, lambda: group.adopt(self._replica))
@@ -677,7 +684,7 @@ class Session:
                 self._skips,
                 group,
                 self._meter,
-                # A copy on the device that trains would be taken from the budget of training.
+                # On a CPU with an enforced budget, a copy would use memory of the budget.
                 stages=device.type != "cpu" or not plan.enforced,
                 sink=self.emit,
             )
@@ -685,8 +692,8 @@ class Session:
         into_training(self._model)
 
     def _build(self, undo: ExitStack, frozen: dict[str, int] | None) -> Replica:
-        """The replica of this rank, with the same weights as on all others; `undo` closes it. On rank 0
-        `frozen` is filled with checksums of the parameters that nothing trains."""
+        """Builds the replica of this rank, with the same weights as on all other ranks; `undo` closes
+        it. On rank 0, `frozen` is filled with checksums of the parameters that are not trained."""
         task, plan, group, device = self._task, self._planned, self._group, self._device
 
         def build_model() -> nn.Module:
@@ -709,14 +716,15 @@ class Session:
                 largest_batch(task),
                 kernels=plan.kernels,
             )
-            undo.callback(replica.close)  # here, since on another rank this may fail
+            undo.callback(replica.close)  # here, since `make` may fail on another rank
             return replica
 
         return together(group, make)
 
     def _check_single_sample(self) -> None:
-        """Raises `InputError` if there will be a step of one sample, and BatchNorm cannot do it: now
-        rather than at the end of an epoch. Seen where ranks can run passes by themselves."""
+        """Raises `InputError` if there will be a step with a single sample that BatchNorm cannot
+        process: now rather than at the end of an epoch. Checked only if ranks can run passes
+        independently."""
         index, plan, group = self._steps.first_of_one, self._planned, self._group
         meets = group.lockstep or group.diverges
         if index is None or plan.task.ghost_batch is None or plan.norms != "ghosts" or meets:
@@ -739,12 +747,12 @@ class Session:
     # ------------------------------------------------------------------------------------- the steps
 
     def _begin(self) -> None:
-        """The next `_step` is the first that is not done yet."""
+        """Make the loader start with the first step that is not done yet."""
         self._loader.begin(self._position.step, self._cut)
 
     @_at_work("loading")
     def _step(self) -> StepDone | None:
-        """Do the next global step, with all other ranks; None when training is over.
+        """Run the next global step, together with all other ranks. Returns None when training is over.
 
         Raises what `Transactions.run` raises, and `DataError` for samples that cannot be read.
         """
@@ -758,7 +766,7 @@ class Session:
         return None
 
     def _coming(self) -> StepData | None:
-        """The step that comes next, which the pulse is of from now on; None when training is over."""
+        """Returns the next step, and sets the pulse to it; None when training is over."""
         done = self._position.step
         self._pulse.step = step_number(done)
         data = self._next()
@@ -774,7 +782,7 @@ class Session:
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """Around what fails on all ranks if it does on one."""
+        """Context manager for code that fails on all ranks if it fails on one."""
         try:
             yield
         except Exception as error:
@@ -782,8 +790,8 @@ class Session:
             raise
 
     def _done(self, data: StepData, begun: float) -> StepDone | None:
-        """The step that was done, or None if it was left out whole. It was `begun` when its samples
-        were asked for."""
+        """Runs the step of `data`. Returns its event, or None if the step was skipped. `begun` is the
+        time at which its samples were requested."""
         reading = time.perf_counter() - begun if self._reads else 0.0
         progress = Progress(
             step=self._position.step,
@@ -800,15 +808,15 @@ class Session:
         before_update = partial(self._rates.before_update, progress, follows)
         with ExitStack() as whole:
             done = self._engine.run(data.index, source, before_update, whole)
-            # A rank among several waits for the others too, and a host for its device.
+            # One of several ranks also waits for other ranks, and a host for its device.
             idle = watch.idle_seconds() - source.waited_seconds if self._alone_on_cpu else 0.0
             if isinstance(done, PassedOver):
                 self._pass_over(data, source.kept.num_samples, done.reason)
                 return None
             event, moved = self._counted(data, source, done, begun, reading, idle)
-            grown = self._engine.grow()  # on all ranks, or on none if the interrupt comes first
+            grown = self._engine.grow()  # on all ranks, or on none if an interrupt comes first
         if grown or moved:
-            self._begin()  # workers fetch ahead by the old choice or shares
+            self._begin()  # workers have prefetched under the old choice or shares
         self._evaluate_if_due(data)
         return event
 
@@ -821,14 +829,15 @@ class Session:
         reading: float,
         idle: float,
     ) -> tuple[StepDone, bool]:
-        """The step that is committed, told and in all books; and whether the shares are others now."""
+        """Records a committed step and emits its event. Returns the event, and whether the shares
+        have changed."""
         num_epochs = self._advance(data)
         self._wished = done.wished
         rate = self._rates.current
         self._rates.after_update(num_epochs)
         seconds, waited = time.perf_counter() - begun, reading + source.waited_seconds
         self._record.took(seconds, waited, max(0.0, idle), source.kept.num_samples)
-        if self._group.size > 1 and not self._group.diverges:  # else ranks meet now and then only
+        if self._group.size > 1 and not self._group.diverges:  # else ranks rarely communicate
             ranks = done.agreed_seconds, done.rank_seconds
             self._record.shared(parts_of(seconds, *ranks, source.waited_seconds, reading))
         event = StepDone(
@@ -865,7 +874,8 @@ class Session:
         return GlobalStep(self._loader, data, self._cutting.passes, self._device, self._pulse)
 
     def _pass_over(self, data: StepData, num_kept: int, reason: str) -> None:
-        """The step is left out whole: its samples are taken, the schedule goes on, that is all."""
+        """Skip the step: its samples count as taken and the schedule advances, but the model is not
+        updated."""
         assert self._skips is not None
         with self._failing_together():
             self._skips.pass_over(step_number(data.index), data.epoch, num_kept, reason)
@@ -875,7 +885,7 @@ class Session:
         self._evaluate_if_due(data)
 
     def _advance(self, data: StepData) -> int:
-        """The step of `data` is done. How many epochs have ended with it."""
+        """Record that the step of `data` is done. Returns the number of epochs that ended with it."""
         before = self._position.epoch
         self._loader.commit()
         self._position.advance(data)
@@ -894,8 +904,9 @@ class Session:
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """Among the ranks, if this process was started as one of several; else as it is. A process group
-    that is there already is left alone.
+    """Context manager that joins the process group, if this process was started as one of several
+    ranks. An existing process group is left unchanged. A single process only limits its number of
+    threads to the cores of its control group.
 
     Raises what `launch.find` and `launch.join` raise.
     """
@@ -911,8 +922,9 @@ def joined() -> Iterator[None]:
 
 @contextmanager
 def _threads_of_group() -> Iterator[None]:
-    """No more threads for operations than the cores of the control group, unless the user has said how
-    many: torch counts those of the machine, and more threads wait for each other."""
+    """Context manager that limits torch's threads to the cores of the control group, unless
+    `OMP_NUM_THREADS` is set: torch counts the cores of the machine, and too many threads wait for each
+    other."""
     before = torch.get_num_threads()
     if cores_of_group() is None or "OMP_NUM_THREADS" in os.environ or before <= num_cores():
         yield

@@ -1,7 +1,8 @@
-"""The main job in one call: plan, train, report.
+"""Planning, training and reporting in one call.
 
-`train` finds out by itself where it runs: alone; as one of several ranks that somebody started, each of
-which calls it; or as the one that is to start them. Rank 0 plans, speaks and writes.
+`train` detects how it was called: in a single process; as one of several ranks that were started
+already, each of which calls it; or in the process that has to start the ranks. Rank 0 makes the plan,
+reports to the user and writes files.
 """
 
 from __future__ import annotations
@@ -91,15 +92,16 @@ from anybatch.units import check_count, format_bytes
 
 @dataclass(frozen=True)
 class Result:
-    """What `train` returns.
+    """Result of `train`.
 
     Attributes:
-        model: the trained module, on the device it was trained on, in evaluation mode.
-        plan: as it was at the end.
-        started, ended: the first and last event; predicted and measured figures are in `ended`.
-        evaluation: the last evaluation, or None without held-out data.
-        folder: the run folder, or None.
-        noise: what the steps of this call tell of the noise in their gradients, see `insight`.
+        model: trained module, in evaluation mode, on the device it was trained on; if the call started
+            the ranks, on the device where the task builds it.
+        plan: plan at the end.
+        started, ended: first and last event; `ended` has the predicted and measured values.
+        evaluation: last evaluation, or None without held-out data.
+        folder: run folder, or None.
+        noise: gradient noise measured in the steps of this call, see `insight`.
     """
 
     model: nn.Module
@@ -112,8 +114,8 @@ class Result:
 
     @property
     def noise_scale(self) -> NoiseScale | None:
-        """The gradient noise scale over the last quarter of the run, by which a batch is judged; None
-        if it was not measured, or not long enough."""
+        """The gradient noise scale over the last quarter of the run, with which a batch size can be
+        assessed; None if it was not measured, or over too few steps."""
         return latest(self.noise)
 
     @property
@@ -170,54 +172,54 @@ def train(
 ) -> Result:
     """Train `task` to its end and evaluate it.
 
-    With `out`, a signal to end (SIGTERM, SIGINT) stops training after the step, with everything saved;
-    a second one at once.
+    With `out`, a termination signal (SIGTERM, SIGINT) stops training after the current step, with
+    everything saved; a second signal ends the process immediately.
 
     Args:
-        task: what to train.
-        memory: budget of each rank, enforced by the allocator (CUDA) or the operating system (CPU,
-            Linux); None: plan for what is free, enforce nothing.
-        plan: run this plan instead of making one.
-        out: folder for the plan, the events, checkpoints, the weights and the report; created if need
-            be. A finished run in it is replaced; one that is not finished is left alone. None: nothing
-            is written.
-        ranks: how many, on this machine: as many processes are started, unless this is one of them
-            already. None: as the plan says, or one for each CUDA device.
-        nodes, rendezvous: on several machines, how many, or the least and the most that there may be,
-            and the address `HOST:PORT` of one of them where they meet; each makes the same call, with
-            the same secret in the environment variable `ANYBATCH_RENDEZVOUS_SECRET`.
-        parallel: how the ranks share a step, see `plans.Parallel`; None: chosen.
+        task: task to train.
+        memory: budget per rank, enforced by the allocator (CUDA) or the operating system (CPU, on
+            Linux); None: plan for the free memory, without enforcing a budget.
+        plan: plan to follow instead of making one.
+        out: folder for the plan, events, checkpoints, weights and report; created if it does not exist.
+            A finished run in the folder is replaced; an unfinished one with checkpoints is not, and
+            raises `InputError` unless `resume` is set. None: nothing is written.
+        ranks: number of processes to start on this machine. Leave it out if this process is one of
+            several ranks already. None: as in the plan, or one per CUDA device.
+        nodes, rendezvous: for several machines, their number, or the minimum and maximum number, and
+            the address `HOST:PORT` of one of them, at which they meet. Each machine makes the same
+            call, with the same secret in the environment variable `ANYBATCH_RENDEZVOUS_SECRET`.
+        parallel: how the ranks share a step, see `plans.Parallel`; None: chosen automatically.
         precision, micro_batch, recompute, chunked_loss, exchange, sharding, balance: see `plan`.
         compile, rehearsal: see `plan`.
-        norms: see `plan`; or `"as-written"`: BatchNorm normalises over the whole global batch, as it
-            does in a plain loop with such batches. It is the same as `ghost_batch=global_batch` in the
-            task, and needs the memory for it, on one rank or divided over all.
-        resume: go on with the run in `out`, from its newest intact checkpoint; at the beginning where
-            there is none. On another number of ranks, under another plan or precision, if you like.
-        checkpoint_every: steps (`500`), or time (`"10min"`), between checkpoints; None: only when
-            training has to stop, and at its end. The best evaluation is saved, too.
-        keep: so many checkpoints stay, the last ones, and the best evaluated one beside them.
-        restarts: how often ranks are started again, from the newest checkpoint, after one of them was
-            killed or lost. Only with `out`, and where this call starts the ranks.
-        stall_seconds: without progress, after which a rank is stuck: see `Session`.
-        tensorboard: folder for a log that TensorBoard reads, of this run alone; True: `tensorboard` in
-            `out`. None: there is none. A full disk ends the log, with a warning, and not the run.
-        progress: whether to show the plan and how far training is: a bar in a notebook's cell, or where
-            standard error is a terminal; else lines on standard error.
-        sinks: readers of the events (`anybatch.events`), called with each on the thread that trains; on
-            one of their own where this call starts the ranks. One may raise `StopTraining`: soon after
-            (within a step, where no ranks are started here) training ends as if it had been planned to,
-            with an evaluation, the weights and the report.
+        norms: see `plan`; or `"as-written"`: BatchNorm normalizes over the whole global batch, as in a
+            plain training loop with batches of that size. Equivalent to `ghost_batch=global_batch` in
+            the task, and requires the memory for it, on one rank or divided over all ranks.
+        resume: resume the run in `out` from its newest intact checkpoint, or start from the beginning
+            if there is none. The number of ranks, the plan and the precision may differ.
+        checkpoint_every: steps (`500`) or time (`"10min"`) between checkpoints; None: only when
+            training has to stop, and at its end. The best evaluation is saved in any case.
+        keep: number of most recent checkpoints to keep, in addition to the best evaluated one.
+        restarts: maximum number of restarts of the ranks, from the newest checkpoint, after one of them
+            was killed or lost. Only with `out`, and if this call starts the ranks.
+        stall_seconds: seconds without progress after which a rank is considered stuck; see `Session`.
+        tensorboard: folder for a TensorBoard log of this run alone; True: `tensorboard` in `out`; None:
+            no log. A full disk ends the log, with a warning, but not the run.
+        progress: whether to show the plan and the progress: as a bar in a notebook cell or if standard
+            error is a terminal, else as lines on standard error.
+        sinks: called with each event (`anybatch.events`) on the thread that trains, or on a separate
+            thread if this call starts the ranks. A sink may raise `StopTraining`: training then ends
+            early (within one step, if this call does not start the ranks) but regularly, with an
+            evaluation, the weights and the report.
 
     Raises:
-        Stopped: a signal has stopped training; everything is saved, or the message says that it could
-            not be.
+        Stopped: a signal has stopped training. Everything is saved, unless the message says that it
+            could not be.
         NoPlanFits: no plan fits, or memory ran out under the leanest one.
-        InputError: something in the task, its data, its loss or the arguments cannot be used.
-        LaunchError: the ranks could not be started, or one ended without a word.
+        InputError: the task, its data, its loss or an argument cannot be used.
+        LaunchError: the ranks could not be started, or one ended without reporting an error.
 
-    Whatever is raised once training has begun, the folder then holds what happened until then, with
-    its report; before that, it is as it was.
+    If an error is raised after training has begun, the folder contains everything up to the error,
+    including a report. If it is raised before, the folder is unchanged.
     """
     check_task(task)
     task, where = with_norms(task, norms)
@@ -267,7 +269,7 @@ def train(
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """What `train` was told of checkpoints and restarts; see there for the attributes."""
+    """Options of `train` for checkpoints and restarts; see `train` for the attributes."""
 
     resume: bool
     checkpoint_every: int | str | None
@@ -276,7 +278,7 @@ class Keeping:
     stall_seconds: float | None = None
 
     def check(self, out: str | Path | None) -> None:
-        """Raises `InputError` for what cannot be."""
+        """Raises `InputError` for invalid options."""
         self.every  # noqa: B018 - raises
         check_count(self.keep, "keep")
         check_count(self.restarts, "restarts", 0)
@@ -286,17 +288,17 @@ class Keeping:
 
     @property
     def every(self) -> Every:
-        """See `saving`."""
+        """Interval between checkpoints; see `saving`."""
         return Every.parse(self.checkpoint_every)
 
     @property
     def resumes(self) -> bool:
-        """Whether to go on with what is there: also in ranks that were started again."""
+        """Whether to resume the existing run; also True in restarted ranks."""
         return self.resume or self.goes_on
 
     @property
     def goes_on(self) -> bool:
-        """Whether these ranks were started again."""
+        """Whether these ranks were restarted."""
         member = find()
         return member is not None and member.attempt > 0
 
@@ -304,8 +306,8 @@ class Keeping:
 def choose_plan(
     task: Task, out: Path | None, resumes: bool, ranks: int | None, options: PlanOptions
 ) -> Plan:
-    """The plan to train under. That which the run in `out` ended with, if it is resumed and planning
-    would be for the same ranks, devices, budget and wishes: what its run has learned is in it.
+    """Returns the plan to train under. A resumed run in `out` reuses its last plan if ranks, devices,
+    budget and options are the same, since that plan contains what the run has learned.
 
     Raises what `plan` raises.
     """
@@ -317,7 +319,7 @@ def choose_plan(
 
 
 def num_processes(plan: Plan | None, ranks: int | None, parallel: Parallel | None) -> int:
-    """Processes to run on this machine, if this is none of them yet."""
+    """Returns the number of processes to start on this machine, if this process is not a rank yet."""
     if parallel == "single" or (plan and plan.parallel == "single"):
         return 1
     if ranks is not None:
@@ -327,7 +329,7 @@ def num_processes(plan: Plan | None, ranks: int | None, parallel: Parallel | Non
 
 @dataclass(frozen=True)
 class _Job:
-    """What `train` was asked for, and how it goes: here, or in ranks that it is sent to."""
+    """Arguments of `train`, with methods that run it in this process or in ranks to be started."""
 
     task: Task
     plan: Plan | None
@@ -344,7 +346,7 @@ class _Job:
         rendezvous: str | None,
         sinks: Sequence[Sink],
     ) -> Result:
-        """Start ranks that train, and take over what they made."""
+        """Start ranks that train, and return their result with the trained model."""
         with tempfile.TemporaryDirectory(prefix="anybatch-") as folder:
             log = Path(folder) / EVENTS_FILE
             with follow(log, sinks):
@@ -356,16 +358,16 @@ class _Job:
                     rendezvous=rendezvous,
                     restarts=0 if self.out is None else self.keeping.restarts,
                 )[0]
-        assert made is not None  # the first rank of each machine gives it
+        assert made is not None  # the first rank of each machine returns it
         state, result = made
         model = self.task.build_model()
-        if state:  # nothing of a sharded model, but for the machine of rank 0
+        if state:  # empty for a sharded model, except on the machine of rank 0
             model.load_state_dict(state)
         return replace(result, model=model.eval())
 
     def train_for_another(self, log: Path) -> tuple[dict[str, Tensor], Result] | None:
-        """On a rank that was started: train, and give the first of each machine what the caller is to
-        have."""
+        """Train on a rank that `start` has started. The first rank of each machine returns the weights
+        and the result for the caller, the others None."""
         with joined():
             first = _is_first_here()
             with contextlib.ExitStack() as stack:
@@ -389,11 +391,11 @@ class _Job:
                 stack.enter_context(output_folder(self.tensorboard, option="--tensorboard"))
             plan = self.plan or choose_plan(self.task, out, resumes, ranks, self.options)
             if display is not None:
-                display.show(plan)  # now: what it takes of memory is not training's
+                display.show(plan)  # before the baseline: its memory is not training's
             return self._train_into(folder, plan, [*sinks, *_and(display)])
 
     def _train_into(self, folder: Path | None, plan: Plan, sinks: Sequence[Sink]) -> Result:
-        """Train under `plan`; `folder` is where this rank writes, if it does."""
+        """Train under `plan`. `folder` is the run folder, on the rank that writes to it."""
         task, log, resumes = self.task, self.tensorboard, self.keeping.resumes
         with contextlib.ExitStack() as stack:
             readers: list[Sink] = [*sinks]
@@ -411,7 +413,7 @@ class _Job:
                         reader(said)
             except BaseException:
                 if folder is not None and begun:
-                    _report(folder, tells=False)  # what stopped the run is told
+                    _report(folder, tells=False)  # the error that stopped the run is reported
                 raise
             if folder is not None:
                 _report(folder)
@@ -421,7 +423,7 @@ class _Job:
     def _run(
         self, plan: Plan, readers: Sequence[Sink], begun: list[RunStarted], folder: Path | None
     ) -> Result:
-        """The run itself, which puts its first event into `begun`."""
+        """Run the training loop. The first event is appended to `begun`."""
         clock = time.perf_counter()
         task, out, keeping, noise = self.task, self.out, self.keeping, Series()
         checkpoints = None if out is None else out / CHECKPOINTS
@@ -429,7 +431,7 @@ class _Job:
         with Session(task, plan, readers, checkpoints, *survival) as session:
             if out is not None:
                 check_can_be_written(session.model)
-            # A checkpoint that cannot be gone on from ends the call before anything is written.
+            # If the checkpoint cannot be resumed, the call fails before anything is written.
             resumes = keeping.resumes and session.keeps
             resumed = session.resumed() if resumes else None
             started = self._told_of(session.started())
@@ -447,7 +449,7 @@ class _Job:
                         noise(done)
                     if task.valid is not None and not session.evaluated_now:
                         session.evaluate()
-                if out is not None:  # all ranks: each may hold a part of the weights
+                if out is not None:  # on all ranks: each may hold a shard of the weights
                     with session.to_be_evaluated():
                         save_weights(session.model, out / WEIGHTS_FILE)
                         if has_adapters(session.model):
@@ -470,7 +472,7 @@ class _Job:
         return Result(model, last, started, ended, evaluation, folder, noise.blocks)
 
     def _told_of(self, started: RunStarted) -> RunStarted:
-        """`started`, with how and where the run was begun."""
+        """Returns `started`, with the command, host and task source of the run."""
         versions = {**started.versions, "Python": platform.python_version()}
         origin = self.task.origin
         return replace(
@@ -485,13 +487,13 @@ class _Job:
 
 
 def _begun_anew(checkpoints: Path | None) -> Resumed:
-    """What tells that a run was to be resumed, and begins at its start."""
+    """Returns the event for a run that should be resumed but starts from the beginning."""
     return Resumed(time=time.time(), step=0, samples_seen=0, folder=str(checkpoints))
 
 
 def _command() -> str:
-    """The line of a shell by which this process was started, as short as it may be written; empty where
-    there was none to speak of: a notebook, a prompt of Python, code on standard input."""
+    """Returns the shell command that started this process, in its short form; empty in a notebook, in
+    an interactive Python session, and for code from `-c` or standard input."""
     program = Path(sys.argv[0] if sys.argv else "")
     if hasattr(sys, "ps1") or str(program) in (".", "-", "-c"):
         return ""
@@ -510,21 +512,21 @@ def _is_first_here() -> bool:
 
 
 def _learn(plan: Plan, result: Result) -> None:
-    """Remember for the next plans how what was measured differs from what `plan` predicted."""
-    # Else what was measured is of another choice, or of a compiler too.
+    """Store the measured step time of `plan`, to correct the predictions of later plans."""
+    # Otherwise the measurement is for another choice, or includes a compiler.
     compiler = plan.kernels.compile or is_compiled(result.model)
     measured_before = plan.prediction is not None and plan.prediction.rehearsed
     is_followed = plan.choice == result.plan.choice and plan.is_predicted
     if is_followed and not compiler and not measured_before:
         ended = result.ended
-        # How long samples are waited for is not predicted.
+        # The prediction does not include waiting for samples.
         seconds = None if ended.step_seconds is None else ended.step_seconds - ended.data_seconds
         remember(plan, seconds, ended.idle_seconds)
 
 
 def _report(folder: Path, tells: bool = True) -> None:
-    """Write the page about the run. All that it tells of is saved: without room for it, in memory or on
-    the disk, it can be written later, which a warning `tells`."""
+    """Write the report of the run. Its data are saved, so if writing fails (such as for lack of memory
+    or disk space), it can be written later; a warning says so if `tells`."""
     try:
         write(folder)
         return
@@ -532,15 +534,15 @@ def _report(folder: Path, tells: bool = True) -> None:
         why = "there was no memory to write the report."
     except InputError as error:
         why = str(error)
-    except Exception as error:  # the run is done, and saved
+    except Exception as error:  # the run has ended and is saved
         why = f"the report could not be made ({type(error).__name__}: {error})."
     if tells:
         warnings.warn(f"{why} `anybatch report {folder}` writes it later.", stacklevel=2)
 
 
 def _said(task: Task, model: nn.Module, plan: Plan, folder: Path | None) -> Said:
-    """What the task tells of its model. The run is over and saved: what goes wrong here is told too,
-    and changes nothing."""
+    """Returns the event with the text that the task's `tell` function returns for the trained model.
+    The run has ended and is saved, so an error in `tell` only becomes the text of the event."""
     assert task.tell is not None
     try:
         if plan.parallel == "shard":
@@ -552,7 +554,7 @@ def _said(task: Task, model: nn.Module, plan: Plan, folder: Path | None) -> Said
 
 
 def _whole(task: Task, folder: Path | None) -> nn.Module:
-    """The trained model on this rank alone, where ranks hold parts of it."""
+    """Builds the trained model on this rank alone, if the run has sharded it."""
     if folder is None or isinstance(task.model, nn.Module):
         raise InputError(
             "it is divided over the ranks. Give out, and a function that builds the model."

@@ -1,4 +1,4 @@
-"""What training leaves behind, written safely and read back."""
+"""Safe writing and reading of checkpoints, weights and adapters."""
 
 from anybatch.state.base import frozen_checksums as frozen_checksums
 from anybatch.state.checkpoints import Checkpoints as Checkpoints

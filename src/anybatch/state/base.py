@@ -1,12 +1,13 @@
 """Base: the parameters that a run does not train, which its checkpoints leave out.
 
-Of adapters over a large model nearly all is the model below them, which the task's own function builds
-again to the bit: it would only be copied to the disk, every ten minutes. So a checkpoint holds the
-checksum of each such parameter instead, and a run is not resumed over another base.
+With adapters on a large model, nearly all parameters belong to the base model, which the task's own
+function rebuilds with identical bits. Saving it would only copy it to the disk every ten minutes. A
+checkpoint therefore holds the checksum of each such parameter instead, and a run is not resumed with a
+different base.
 
-What counts are the values, not `requires_grad`: a parameter that no optimizer has but that was written
-to since (a teacher that follows the model, say) is saved. So is everything where the task was given a
-module: nobody knows how that was made.
+The criterion is the values, not `requires_grad`: a parameter that no optimizer holds but that has been
+modified (a teacher that follows the model, for example) is saved. If the task was given a module,
+everything is saved, since it is unknown how the module was built.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from anybatch.task import Task, parameters_in
 
 
 def frozen_checksums(task: Task, model: nn.Module) -> dict[str, int]:
-    """Checksums of the parameters of `model` that `task` does not train, by name, as it was built: not
-    yet in the precision of a plan, nor divided over ranks."""
+    """Returns the checksums, by name, of the parameters of `model` that `task` does not train. `model`
+    must be as built: not yet in the precision of a plan, nor sharded over ranks."""
     trained = {id(param) for param in parameters_in(task.parameters_of(model))}
     frozen = [
         name
@@ -41,7 +42,7 @@ def frozen_checksums(task: Task, model: nn.Module) -> dict[str, int]:
 
 
 def checksums_of(model: nn.Module, names: Iterable[str]) -> dict[str, int]:
-    """Checksums of the parameters of `model` that are called so."""
+    """Returns the checksums of the parameters of `model` with the given names."""
     parameters = dict(model.named_parameters())
     return {name: _checksum(parameters[name]) for name in names}
 
@@ -51,10 +52,10 @@ class Base:
     """The frozen parameters of one rank's model.
 
     Args:
-        task: that builds the model.
-        replica: of the model, adopted by `group`.
-        group: the ranks. All of them make this, and call `left_out`, at the same time.
-        built: `frozen_checksums`, on rank 0, whose values all ranks have.
+        task: builds the model.
+        replica: replica of the model, adopted by `group`.
+        group: the ranks. All of them must create this object, and call `left_out`, at the same time.
+        built: `frozen_checksums` on rank 0, whose values all ranks have.
 
     Attributes:
         checksums: `built`, on all ranks.
@@ -74,11 +75,12 @@ class Base:
                 for name, tensor in replica.weights.items()
                 if name in self.checksums and id(tensor) not in trained
             }
-        # In the precision of the plan, and this rank's part: what it can be compared with later.
+        # Of this rank's part, in the precision of the plan, for later comparison.
         self._begun = {name: _fingerprint(tensor) for name, tensor in self._frozen.items()}
 
     def left_out(self) -> dict[str, int]:
-        """Checksums of those that are on all ranks as they were built. Reads them all."""
+        """Returns the checksums of the parameters that are unchanged on all ranks since they were
+        built. Reads all of them."""
         if not self._frozen:
             return {}
         changed = {
@@ -90,8 +92,8 @@ class Base:
         }
 
     def check(self, left_out: Mapping[str, int], folder: Path, versions: Mapping[str, str]) -> None:
-        """Raises `InputError` if what the checkpoint in `folder` has left out is not here to the bit.
-        Names that the model does not have are not looked at."""
+        """Raises `InputError` if a parameter that the checkpoint in `folder` leaves out does not have
+        the same bits here, or is trained here. Names that the model does not have are ignored."""
         trained = [name for name in left_out if name in self._names and name not in self.checksums]
         if trained:
             raise InputError(
@@ -105,8 +107,8 @@ class Base:
 def check_same(
     built: Mapping[str, int], left_out: Mapping[str, int], folder: Path, versions: Mapping[str, str]
 ) -> None:
-    """Raises `InputError` if what the checkpoint in `folder` has left out differs from what the task
-    has `built`, by their checksums. Names that are in one of them alone are not looked at."""
+    """Raises `InputError` if a parameter that the checkpoint in `folder` leaves out differs, by its
+    checksum, from the one that the task has `built`. Names that only one of them has are ignored."""
     differing = [name for name, was in left_out.items() if built.get(name, was) != was]
     if differing:
         made = " and ".join(f"{name} {number}" for name, number in versions.items())
@@ -119,7 +121,7 @@ def check_same(
 
 
 def _checksum(tensor: Tensor) -> int:
-    """Of the bytes of `tensor`: of this rank's part, where it is divided over ranks."""
+    """Returns the checksum of the bytes of `tensor`, or of this rank's part if it is sharded."""
     found = 0
     for part in _parts(tensor):
         found = zlib.crc32(bytes_of(part), found)
@@ -127,17 +129,17 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _fingerprint(tensor: Tensor) -> int:
-    """What tells whether `tensor` was written to: its checksum, or on a device, from which billions of
-    bytes would have to come over at each save, torch's hash of its bits."""
+    """Returns a value that changes when `tensor` is modified: its checksum or, on a device, from which
+    billions of bytes would have to be copied at each save, torch's hash of its bits."""
     if tensor.device.type == "cpu":
         return _checksum(tensor)
     found = 0
     for part in _parts(tensor):
-        if not part.numel():  # of a parameter with fewer rows than there are ranks
+        if not part.numel():  # a parameter with fewer rows than there are ranks
             continue
         if part.is_complex() or (part.is_floating_point() and part.itemsize == 1):
             part = part.contiguous().view(-1).view(torch.uint8)
-        # `int` would refuse what does not fit into 63 bits.
+        # `int` would refuse values that do not fit into 63 bits.
         found = hash((found, torch.hash_tensor(part).item()))
     return found
 

@@ -1,13 +1,13 @@
-"""Bytes of tensors, to files and back, each block of them with its checksum.
+"""Writes the bytes of tensors to files and reads them back, in blocks that each have a checksum.
 
-`torch.save` makes one object of everything; here nothing is copied but some rows at a time, rows are
-read without the rest, and what is read is checked before it counts. A tensor lies in its
-file as its elements in row-major order, whatever its strides were.
+`torch.save` writes everything as one object. Here only some rows at a time are copied, rows can be read
+without the rest, and data is checked before it is used. A tensor is stored as its elements in row-major
+order, regardless of its strides.
 
-The checksum is zlib's CRC-32. It finds every flipped bit and every burst of up to 32 bits, and misses
-other damage to a block with a chance of 2**-32; it ran at 6.5 GB/s on one core, where SHA-256 made 1.7
-and BLAKE2 1.1. It protects from accidents, not from forgery, and no more is needed: what a checkpoint
-holds is numbers, never code.
+The checksum is zlib's CRC-32. It detects every flipped bit and every burst of up to 32 bits, and misses
+other damage to a block with a probability of 2**-32. It ran at 6.5 GB/s on one core, compared with 1.7
+for SHA-256 and 1.1 for BLAKE2. It protects against accidents, not against forgery, which is sufficient:
+a checkpoint holds numbers, never code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from anybatch.errors import InputError
 
 BLOCK_BYTES = 4 << 20
-"""Bytes with one checksum: large against the cost of a call, small against a memory budget."""
+"""Bytes per checksum: large compared with the cost of a call, small compared with a memory budget."""
 
 Box = tuple[slice, ...]
 """A part of a tensor: a range in each dim."""
@@ -36,38 +36,39 @@ DTYPES: dict[str, torch.dtype] = {
     for value in vars(torch).values()
     if isinstance(value, torch.dtype) and not re.search(r"\.q|\.quint|int[1-7]$", str(value))
 }
-"""What can be written, by name. A quantised tensor is more than its numbers, and one of parts of a byte
-cannot be copied."""
+"""The dtypes that can be written, by name. A quantized tensor consists of more than its numbers, and a
+tensor with elements smaller than a byte cannot be copied."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Its name in `DTYPES`."""
+    """Returns the name of `dtype` in `DTYPES`."""
     return str(dtype).removeprefix("torch.")
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The elements of `tensor` in row-major order, in host memory: its own where they lie so there."""
+    """Returns the elements of `tensor` in row-major order, in host memory, without a copy if they are
+    already stored that way."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return plain.view(-1).view(torch.uint8).numpy().data
 
 
 def staged(tensor: Tensor) -> Tensor:
-    """A copy of `tensor` in host memory, contiguous. From a GPU it is pinned and may still be on its
-    way: wait for the stream before it is read.
+    """Returns a contiguous copy of `tensor` in host memory. A copy from a GPU is pinned and
+    asynchronous: synchronize the stream before it is read.
 
-    Raises what the allocator raises if there is no room.
+    Raises the allocator's error if there is no room.
     """
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return copy.copy_(tensor, non_blocking=True)
 
 
 def write_tensor(descriptor: int, tensor: Tensor) -> list[int]:
-    """Append `tensor` to the file; the checksums of its blocks.
+    """Appends `tensor` to the file, and returns the checksums of its blocks.
 
     Raises `OSError` if the file system refuses.
     """
     checksums: list[int] = []
-    filled = 0  # of the last block
+    filled = 0  # bytes in the last block
     for piece in _pieces(tensor):
         while piece:
             part = piece[: BLOCK_BYTES - filled]
@@ -82,7 +83,8 @@ def write_tensor(descriptor: int, tensor: Tensor) -> list[int]:
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of `tensor`: all of them where they lie so, else those of some rows at a time."""
+    """Yields the bytes of `tensor`: all at once if they are contiguous in host memory, otherwise some
+    rows at a time."""
     lies_so = tensor.device.type == "cpu" and tensor.is_contiguous()
     if lies_so or not tensor.numel() or not tensor.dim():
         yield bytes_of(tensor)
@@ -96,15 +98,15 @@ def _rows_at_once(shape: Sequence[int], itemsize: int, num_bytes: int) -> int:
 
 
 class DataFile:
-    """A file of tensors, open to be read.
+    """A file of tensors, opened for reading.
 
-    Raises `InputError` if it is not there, is no plain file, or has not `num_bytes` bytes.
+    Raises `InputError` if it does not exist, is not a regular file, or does not have `num_bytes` bytes.
     """
 
     def __init__(self, path: Path, num_bytes: int) -> None:
         self.path: Path = path
         try:
-            # A link may lead out of the folder, and a pipe would be waited for.
+            # A link may lead out of the folder, and opening a pipe would block.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             raise InputError(f"{path.name} cannot be read ({error.strerror or error})") from None
@@ -119,11 +121,12 @@ class DataFile:
         raise InputError(wrong)
 
     def close(self) -> None:
-        """Nothing more will be read."""
+        """Closes the file."""
         os.close(self._descriptor)
 
     def read(self, memory: memoryview, start: int, checksum: int) -> None:
-        """Fill `memory` with what is at `start`. Raises `InputError` if that was not written there."""
+        """Fills `memory` with the bytes at `start`. Raises `InputError` if they cannot be read, or do
+        not match `checksum`."""
         done = 0
         try:
             while done < len(memory):
@@ -152,10 +155,11 @@ def read_box(
     box: Box,
     target: Tensor,
 ) -> None:
-    """Fill `target` with the part `box` of a tensor of `shape` and `dtype` that lies at byte `start`.
+    """Fills `target` with the part `box` of a tensor of `shape` and `dtype` that is stored at byte
+    `start`.
 
-    Only blocks are read that hold some of its rows, those of dim 0. Numbers are converted to the dtype
-    of `target`. Raises `InputError` if a block is damaged; `target` then holds anything.
+    Only the blocks that contain its rows (along dim 0) are read. Values are converted to the dtype of
+    `target`. Raises `InputError` if a block is damaged; the contents of `target` are then undefined.
     """
     if not target.numel():
         return

@@ -1,16 +1,17 @@
-"""Checkpoints: what outlives a step, saved while training goes on, and found again.
+"""Checkpoints: saved while training continues, verified, and loaded.
 
-A save must not stop training, must not kill it, and must not be trusted until it is proven:
+A save must not stop training, must not kill it, and must not be trusted until it is verified:
 
-    save      a copy is made of the state (or, without room for one, the state itself is written), and a
-              thread writes it while the next steps run
+    save      the state is copied (or, without room for a copy, written directly), and a thread writes
+              the copy while the next steps run
     publish   the checkpoint gets its name when every byte of every rank is on the disk: see `folder.py`
-    keep      then the older ones go, but for the last few and the best
-    newest    every byte is read and held against its checksum before a run builds on it
-    load      each rank reads its own part, whatever the parts were when it was saved; checked again
+    keep      older checkpoints are then deleted, except for the last few and the best
+    newest    every byte is read and compared with its checksum before a run uses it
+    load      each rank reads its own part, however the parts were cut when it was saved; checked again
 
-Threads speak to no other rank: a rank may fail at any moment, and collectives would make the others
-wait for it. What becomes of a save is told by files, and by the next call that all ranks make together.
+Threads do not communicate with other ranks: a rank may fail at any moment, and collectives would make
+the others wait for it. The result of a save is communicated by files, and by the next call that all
+ranks make together.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from anybatch.state.folder import Folder, told_by_system
 from anybatch.state.manifest import Manifest, data_name, read_manifest
 from anybatch.state.storage import Reader, Writer
 
-_VERIFY_THREADS = 4  # a file each
+_VERIFY_THREADS = 4  # one file each
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a checkpoint holds, seen from one rank.
+    """The contents of a checkpoint, as seen by one rank.
 
     Attributes:
         tensors: by name. A DTensor is this rank's part of a tensor; a plain one is the same on all
-            ranks, unless its name begins with `rank-N.`, which only rank N has.
-        facts: what JSON can hold (tuples come back as lists), the same on all ranks.
+            ranks, unless its name begins with `rank-N.`, in which case only rank N has it.
+        facts: values that JSON can represent (tuples are read back as lists), the same on all ranks.
     """
 
     tensors: Mapping[str, Tensor]
@@ -57,14 +58,14 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint that is complete.
+    """A completed checkpoint.
 
     Attributes:
-        step: of it.
-        folder: where it lies.
-        num_bytes: of its tensors, over all ranks.
-        seconds: from the call of `save` until it was complete.
-        held_seconds: of these, how long `save` kept training waiting.
+        step: step of the checkpoint.
+        folder: path of the checkpoint.
+        num_bytes: size of its tensors, over all ranks.
+        seconds: time from the call of `save` until it was complete.
+        held_seconds: part of this time during which `save` blocked training.
     """
 
     step: int
@@ -76,7 +77,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A checkpoint that could not be written; nothing of it is left. `reason` is a sentence."""
+    """A checkpoint that could not be written; none of its files remain. `reason` is a sentence."""
 
     step: int
     reason: str
@@ -87,13 +88,13 @@ class Found:
     """An intact checkpoint.
 
     Attributes:
-        step: of it.
-        folder: where it lies.
-        facts: of its content.
+        step: step of the checkpoint.
+        folder: path of the checkpoint.
+        facts: facts of its content.
         tensors: shape and dtype of each of its tensors (whole, not a rank's part), by name.
-        score: given when it was saved.
-        passed_over: sentences on newer ones that are not intact.
-        manifest: what lies where.
+        score: score that it was saved with.
+        passed_over: sentences about newer checkpoints that are not intact.
+        manifest: location of its data.
     """
 
     step: int
@@ -107,12 +108,12 @@ class Found:
 
 @final
 class Checkpoints:
-    """The checkpoints of a run, in one folder that all ranks see.
+    """The checkpoints of a run, in one folder that all ranks can access.
 
     Args:
-        folder: made when it is needed.
+        folder: created when it is needed.
         group: the ranks.
-        keep: how many of the last ones stay, beside the one with the best score.
+        keep: number of most recent checkpoints to keep, in addition to the one with the best score.
 
     Raises `InputError` if `keep` is below 1.
     """
@@ -130,17 +131,17 @@ class Checkpoints:
     def save(
         self, content: Content, step: int, *, score: float | None = None, stage: bool = True
     ) -> None:
-        """Save `content` as the checkpoint of `step`. All ranks call it, at the same step.
+        """Saves `content` as the checkpoint of `step`. All ranks must call it, at the same step.
 
-        Waits for the save before, if that is still under way. Whatever goes wrong with the disk or for
-        want of memory ends in `Failed`, and training goes on.
+        Waits for the previous save if it is still in progress. Disk errors and lack of memory result in
+        `Failed`, and training continues.
 
         Args:
-            content: what to save; it may change again when this returns.
-            step: committed steps, from 0. A checkpoint of the same step is replaced.
-            score: lower is better; of the best one known the checkpoint is kept. None: not known.
+            content: what to save; may be modified after this returns.
+            step: number of committed steps, from 0. A checkpoint of the same step is replaced.
+            score: lower is better; the checkpoint with the best known score is kept. None: not known.
             stage: whether to copy the state and write the copy in the background. If not, or if there
-                is no room for the copy, it is written before this returns, a block at a time.
+                is no room for the copy, the state is written before this returns, one block at a time.
 
         Raises `PeerLost` if a rank is gone.
         """
@@ -171,35 +172,36 @@ class Checkpoints:
         job.held_seconds = time.monotonic() - job.started
         if stage:
             job.ended = begin(lambda: self._carry_out(job))
-        if job.ended is None:  # no thread: its stack would come out of a budget, or has no room
+        if job.ended is None:  # no thread: its stack would count in a budget, or has no room
             self._carry_out(job)
 
     def finished(self) -> list[Saved | Failed]:
-        """On rank 0: what has come to its end since the last call, in order. Never waits. On the other
-        ranks nothing."""
+        """Returns, on rank 0, the saves that have ended since the last call, in order. Never blocks. On
+        the other ranks the list is empty."""
         count = len(self._outcomes)  # a thread may append meanwhile
         ended, self._outcomes[:count] = self._outcomes[:count], []
         return ended
 
     def wait(self, seconds: float | None = None) -> None:
-        """Until nothing of this rank is under way (on rank 0: of any rank), or for `seconds`."""
+        """Waits until no save of this rank (on rank 0: of any rank) is in progress, or for
+        `seconds`."""
         if self._job is not None and self._job.ended is not None:
             self._job.ended.wait(seconds)
 
     def newest(
         self, step: int | None = None, *, only: str = "", touches: bool = True
     ) -> Found | None:
-        """The newest checkpoint that is intact, read and checked to the last byte; None if there is
-        none at all. All ranks call it, and get the same.
+        """Returns the newest intact checkpoint, with every byte read and checked; None if there are no
+        checkpoints. All ranks must call it, and get the same result.
 
         Args:
-            step: the one of this step alone.
-            only: of the tensors those whose names begin so are read and checked.
-            touches: whether what killed writers left is cleared away; else the folder stays as it is.
+            step: consider only the checkpoint of this step.
+            only: read and check only the tensors whose names begin with this prefix.
+            touches: whether to delete what killed writers left; if not, the folder is not modified.
 
         Raises:
-            InputError: there are checkpoints, and none is intact, or none is of `step`; or a rank does
-                not see the folder.
+            InputError: there are checkpoints but none is intact, or none is of `step`; or a rank cannot
+                access the folder.
             PeerLost: a rank is gone.
         """
         self._settle()
@@ -233,15 +235,16 @@ class Checkpoints:
         )
 
     def load(self, found: Found, tensors: Mapping[str, Tensor]) -> None:
-        """Fill `tensors` with what `found` holds under their names. All ranks call it; a rank may ask
-        for other names than the next.
+        """Fills `tensors` with the data that `found` holds under their names. All ranks must call it;
+        each rank may request different names.
 
-        Plain tensors are filled whole, DTensors with this rank's part, wherever the parts were cut
+        Plain tensors are filled completely, DTensors with this rank's part, however the parts were cut
         when they were saved. Floating point numbers are converted to the dtype of the tensor.
 
         Raises:
-            InputError: a tensor is missing or of another shape or kind, in which case none was
-                touched; or a byte is not the one that was written, and they hold anything.
+            InputError: a tensor is missing or has a different shape or kind, in which case none is
+                modified; or a byte differs from what was written, in which case their contents are
+                undefined.
             PeerFailed: another rank failed.
             PeerLost: another rank is gone.
         """
@@ -262,7 +265,8 @@ class Checkpoints:
             ) from None
 
     def close(self, seconds: float | None = None) -> None:
-        """Wait for what is under way, at most `seconds`, and give it up then. No thread is left."""
+        """Waits for the save in progress, at most `seconds`, and then abandons it. No thread
+        remains."""
         self.wait(seconds)
         if self._job is not None:
             self._job.given_up.set()
@@ -273,7 +277,8 @@ class Checkpoints:
     # -------------------------------------------------------------------------------------- saving
 
     def _settle(self) -> None:
-        """The save before has come to its end on all ranks: all have one here, or none has."""
+        """Waits until the previous save has ended on all ranks: either all ranks have one here, or none
+        has."""
         job = self._job
         if job is None:
             return
@@ -284,7 +289,7 @@ class Checkpoints:
         self._job = None
 
     def _carry_out(self, job: Writer) -> None:
-        """What is left of a save after all ranks have agreed on it; runs in a thread."""
+        """Does the remaining work of a save after all ranks have agreed on it; runs in a thread."""
         rank = self._group.rank
         try:
             job.write_pending()
@@ -313,13 +318,14 @@ class Checkpoints:
         held = seconds if job.ended is None else job.held_seconds
         saved = Saved(job.step, folder, manifest.num_bytes, seconds, held)
         self._passed_over.discard(folder)
-        with contextlib.suppress(Exception):  # the next one tries again
+        with contextlib.suppress(Exception):  # the next save tries again
             self._prune(job.step)
         job.release()
         self._outcomes.append(saved)
 
     def _drop(self, job: Writer, reason: str | None) -> None:
-        """Leave nothing of a save that failed; on rank 0 tell of it, if there is a reason."""
+        """Discards a save that failed; rank 0 deletes its files, and reports it if there is a
+        reason."""
         job.pending = None
         if self._group.rank == 0:
             if job.partial is not None:
@@ -335,7 +341,8 @@ class Checkpoints:
                 )
 
     def _prune(self, newest: int) -> None:
-        """Delete what is older than `newest` and neither among the last ones nor the best."""
+        """Deletes checkpoints that are older than `newest` and neither among the last ones nor the
+        best."""
         scores: dict[Path, float] = {}
         good: list[Path] = []
         others: list[tuple[int, Path]] = []
@@ -402,8 +409,8 @@ class Checkpoints:
 
 
 def _verify(folder: Path, manifest: Manifest, step: int, only: str = "") -> None:
-    """Read all files of a checkpoint, or of its tensors those whose names begin with `only`. Raises
-    `InputError` at the first thing that is wrong."""
+    """Reads all files of a checkpoint, or only the tensors whose names begin with `only`. Raises
+    `InputError` at the first error."""
     if manifest.step != step:
         raise InputError(f"its manifest is of step {manifest.step}")
     blocks: list[list[tuple[int, int, int, str]]] = [[] for _ in manifest.files]
@@ -437,7 +444,7 @@ def _verify(folder: Path, manifest: Manifest, step: int, only: str = "") -> None
 
 
 def _unseen(folder: Path, manifest: Manifest, rank: int) -> str:
-    """What keeps this rank from reading the checkpoint that rank 0 found."""
+    """Returns why this rank cannot read the checkpoint that rank 0 found; empty if it can."""
     try:
         if read_manifest(folder) == manifest:
             return ""
@@ -455,7 +462,8 @@ def _unloaded(found: Found, reason: str) -> str:
 
 
 def _first_failure(error: Any, rank: int) -> str:
-    """The sentence for what failed on some rank. Raises it if it is this one that was interrupted."""
+    """Returns a sentence on the failure of the lowest rank that failed. Raises the exception of this
+    rank if it was interrupted."""
     failures = {number: pair[0] for number, pair in error.failures.items()}
     own = failures.get(rank)
     if own is not None and not isinstance(own, Exception):

@@ -1,14 +1,14 @@
-"""The folder of a run's checkpoints: each is there whole or not to be seen.
+"""The folder of a run's checkpoints: each checkpoint is either complete or not visible.
 
     FOLDER/step-00000120/                      complete: manifest.json, rank-0.data, rank-1.data, ...
-    FOLDER/.step-00000140-9f31c0aa.partial/    being written, or left by one who was killed
+    FOLDER/.step-00000140-9f31c0aa.partial/    being written, or left by a killed process
     FOLDER/.step-00000100-77ab01d2.removed/    being deleted
-    FOLDER/.step-00000120-c5e0b812.replaced/   the older one of the same step, while they change places
-    FOLDER/.lock                               held by who writes
+    FOLDER/.step-00000120-c5e0b812.replaced/   the older one of the same step, while it is replaced
+    FOLDER/.lock                               held by the process that writes
 
-A name tells how far something has come, and names change in one stroke, so whoever is killed at any
-moment leaves nothing that could be taken for a checkpoint. What was left is cleared by the next one who
-holds the lock; the kernel gives it back when its holder dies.
+The name of a checkpoint states its stage, and renaming is atomic, so a process that is killed at any
+moment leaves nothing that could be mistaken for a checkpoint. Leftovers are deleted by the next process
+that holds the lock; the kernel releases the lock when its holder dies.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _REMEDIES = {
 
 @final
 class Folder:
-    """Names in the folder at `path`, which need not be there yet."""
+    """The checkpoints in the folder at `path`, which need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path: Path = path
 
     def complete(self) -> list[tuple[int, Path]]:
-        """Steps and places of the complete checkpoints, the newest first. Raises `OSError`."""
+        """Returns the steps and paths of the complete checkpoints, newest first. Raises `OSError`."""
         found = []
         try:
             names = os.listdir(self.path)
@@ -66,10 +66,10 @@ class Folder:
 
     @contextlib.contextmanager
     def locked(self, seconds: float | None = None) -> Iterator[None]:
-        """While this process alone may write here.
+        """Context manager in which only this process may write to the folder.
 
-        Raises `InputError` if another one does for longer than `seconds` (None: `locks.LOCK_SECONDS`),
-        `OSError` if the folder cannot be made.
+        Raises `InputError` if another process holds the lock for longer than `seconds` (None:
+        `locks.LOCK_SECONDS`), `OSError` if the folder cannot be created.
         """
         release = self.lock(seconds)
         try:
@@ -78,7 +78,7 @@ class Folder:
             release()
 
     def lock(self, seconds: float | None = None) -> Release:
-        """As `locked`, until what is returned is called."""
+        """Takes the lock, as `locked` does, until the returned function is called."""
         self.path.mkdir(parents=True, exist_ok=True)
         release = locks.take(self.path / ".lock", seconds)
         if release is None:
@@ -89,13 +89,14 @@ class Folder:
         return release
 
     def begin(self, step: int) -> Path:
-        """A new hidden folder to write the checkpoint of `step` in. The lock must be held."""
+        """Creates a hidden folder to write the checkpoint of `step` in. The lock must be held."""
         path = self._hidden(step, "partial")
         path.mkdir()
         return path
 
     def publish(self, partial: Path, step: int) -> Path:
-        """Make what `begin` returned the checkpoint of `step`. The lock must be held."""
+        """Turns the folder that `begin` returned into the checkpoint of `step`. The lock must be
+        held."""
         target = self.path / _name(step)
         sync(partial)
         replaced = None
@@ -109,14 +110,15 @@ class Folder:
         return target
 
     def remove(self, path: Path, step: int) -> None:
-        """Delete a checkpoint, hidden first. The lock must be held."""
+        """Deletes a checkpoint, after hiding it. The lock must be held."""
         hidden = self._hidden(step, "removed")
         with contextlib.suppress(OSError):
             path.rename(hidden)
             shutil.rmtree(hidden, ignore_errors=True)
 
     def clear(self) -> None:
-        """Delete what killed writers left. The lock must be held."""
+        """Deletes what killed writers left, and restores a replaced checkpoint if the new one is
+        missing. The lock must be held."""
         with contextlib.suppress(OSError):
             for name in os.listdir(self.path):
                 match = _HIDDEN.fullmatch(name)
@@ -129,7 +131,7 @@ class Folder:
                     shutil.rmtree(path, ignore_errors=True)
 
     def leave(self) -> None:
-        """Delete the folder if nothing is in it but the lock, which nobody holds."""
+        """Deletes the folder if it contains only the lock, and no process holds that."""
         with contextlib.suppress(OSError, InputError):
             if os.listdir(self.path) == [".lock"]:
                 with self.locked(seconds=0.0):
@@ -141,14 +143,14 @@ class Folder:
 
 
 def told_by_system(error: OSError) -> str:
-    """`error` in words, with the file and the remedy."""
+    """Describes `error`, with the file and the remedy."""
     reason = error.strerror or str(error)
     place = f": {error.filename}" if error.filename else ""
     return f"{reason}{place}{_REMEDIES.get(error.errno or 0, '')}"
 
 
 def sync(folder: Path) -> None:
-    """Have the names in `folder` on the disk. Raises `OSError`."""
+    """Flushes the names in `folder` to the disk. Raises `OSError`."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,10 +1,11 @@
-"""The manifest: what lies where in a checkpoint, as JSON, believed only after it was checked.
+"""The manifest of a checkpoint: the location of its data, as JSON, used only after it has been checked.
 
     {"sha256": "...", "manifest": {"version": 1, "step": 120, "files": [...], "tensors": {...}, ...}}
 
-torch's own checkpoints keep this in a pickle, which can run any code when it is read. A manifest holds
-numbers and names; it names no paths (files are numbered), its sizes are held against those of the files
-before anything is allocated, and the slices of each tensor have as many elements as it has.
+torch's own checkpoints keep this in a pickle, which can run arbitrary code when it is read. A manifest
+contains numbers and names; it contains no paths (files are numbered), its sizes are compared with those
+of the files before anything is allocated, and the slices of each tensor have as many elements as the
+tensor.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ VERSION = 1
 NAME = "manifest.json"
 
 _MOST_BYTES = 256 << 20
-"""Of a manifest: that of a million slices. More is not read."""
+"""Maximum size of a manifest: that of a million slices. Larger files are not read."""
 
 _MOST_DIMS = 64  # torch's own limit
 _SEALED = re.compile(rb'\{"sha256": "([0-9a-f]{64})", "manifest": (\{.*\})\}\n', re.DOTALL)
@@ -39,20 +40,20 @@ Checksum = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class Record(BaseModel):
-    """Read strictly: no field more or less, nothing converted."""
+    """Base class of records, validated strictly: no unknown or missing fields, no conversions."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class Slice(Record):
-    """A part of a tensor, at one place of one file.
+    """A part of a tensor, stored at one location of one file.
 
     Attributes:
-        offsets: where the part begins in the tensor, by dim.
+        offsets: start of the part in the tensor, by dim.
         sizes: its shape.
         file: number of the file, which is the rank that wrote it.
-        start: its first byte there.
-        checksums: CRC-32 of each block of it.
+        start: position of its first byte in the file.
+        checksums: CRC-32 of each of its blocks.
     """
 
     offsets: list[Count]
@@ -63,7 +64,7 @@ class Slice(Record):
 
 
 class TensorRecord(Record):
-    """A tensor: its dtype by torch's name, its shape, its parts."""
+    """A tensor: torch's name of its dtype, its shape, its slices."""
 
     dtype: str
     shape: list[Count]
@@ -71,15 +72,15 @@ class TensorRecord(Record):
 
 
 class Manifest(Record):
-    """All of a checkpoint but the bytes of its tensors.
+    """Everything in a checkpoint except the bytes of its tensors.
 
     Attributes:
-        version: of this form.
-        step: of training.
+        version: version of the format.
+        step: step of training.
         score: lower is better; None: not known.
-        block_bytes: of a slice that share a checksum.
-        files: bytes in each, by number.
-        tensors: by name.
+        block_bytes: number of bytes of a slice that share a checksum.
+        files: size of each file in bytes, by number.
+        tensors: records of the tensors, by name.
         facts: see `Content`.
     """
 
@@ -93,7 +94,7 @@ class Manifest(Record):
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(self.files)
 
     @model_validator(mode="after")
@@ -135,14 +136,14 @@ class Manifest(Record):
         return self
 
     def to_bytes(self) -> bytes:
-        """As it is written."""
+        """Returns the manifest as it is written to its file."""
         body = json.dumps(self.model_dump(mode="python")).encode()
         digest = hashlib.sha256(body).hexdigest().encode()
         return b'{"sha256": "' + digest + b'", "manifest": ' + body + b"}\n"
 
     @classmethod
     def from_bytes(cls, text: bytes) -> Manifest:
-        """Raises `InputError` if it is damaged, or is none."""
+        """Parses and checks a manifest. Raises `InputError` if it is damaged, or is not a manifest."""
         if not text:
             raise InputError(f"{NAME} is empty")
         match = _SEALED.fullmatch(text)
@@ -159,13 +160,13 @@ class Manifest(Record):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in `folder`. Raises `InputError` if there is none that holds."""
+    """Reads the manifest in `folder`. Raises `InputError` if there is no valid one."""
     return Manifest.from_bytes(read_small(folder / NAME, _MOST_BYTES))
 
 
 def read_small(path: Path, most_bytes: int) -> bytes:
-    """All of a file. Raises `InputError` if it is not there, is no plain file, or is longer than
-    `most_bytes`."""
+    """Reads a whole file. Raises `InputError` if it does not exist, is not a regular file, or is longer
+    than `most_bytes`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:
@@ -182,7 +183,7 @@ def read_small(path: Path, most_bytes: int) -> bytes:
 
 
 def data_name(number: int) -> str:
-    """Name of the file of tensors that rank `number` wrote."""
+    """Returns the name of the file of tensors that rank `number` writes."""
     return f"rank-{number}.data"
 
 

@@ -1,9 +1,9 @@
-"""Plain: the weights of a run as the `state_dict` of the plain model, without the model, its optimizer,
-its ranks or its data.
+"""Reads the weights of a run as the `state_dict` of the plain model. Does not need the model, its
+optimizer, its ranks or its data.
 
-Of a finished run they lie in a file; a checkpoint has them divided over as many files as there were
-ranks, beside what the optimizer remembers, which is not read. What a checkpoint leaves out, since
-nothing trains it, is the task's to build.
+The weights of a finished run are in one file. In a checkpoint they are divided over one file per rank,
+together with the optimizer state, which is not read. Parameters that a checkpoint leaves out, since
+they are not trained, are built by the task.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _PREFIX = "weights/"
 
 
 def weights_of_file(path: Path) -> dict[str, Any]:
-    """What `save_weights` wrote to `path`, by all names of the model's `state_dict`; tied weights are
-    one tensor.
+    """Returns the weights that `save_weights` wrote to `path` as safetensors, under all names of the
+    model's `state_dict`; tied weights are one tensor.
 
-    Raises `InputError` if there is no such file, or it is damaged.
+    Raises `InputError` if the file does not exist, or is damaged.
     """
     state = dict(read_weights(path))
     for name, first in _tied_in(path).items():
@@ -41,15 +41,15 @@ def weights_of_file(path: Path) -> dict[str, Any]:
 def weights_of_checkpoint(
     checkpoints: Checkpoints, found: Found, build: Callable[[], nn.Module]
 ) -> dict[str, Any]:
-    """The weights in the checkpoint `found`, whole and on the host, by all names of the model's
-    `state_dict`, in the dtypes in which they were trained.
+    """Returns the weights in the checkpoint `found`, unsharded and on the host, under all names of the
+    model's `state_dict`, in the dtypes in which they were trained.
 
     Args:
-        checkpoints: of one process.
-        found: by them.
-        build: makes the task's model; called if something was left out, since nothing trains it.
+        checkpoints: checkpoints of a single process.
+        found: a checkpoint that they have found.
+        build: builds the task's model; called if parameters are left out, since they are not trained.
 
-    Raises `InputError` if a byte is not the one that was written, or the task builds another base.
+    Raises `InputError` if a byte differs from what was written, or the task builds a different base.
     """
     facts = Facts.of(found)
     hidden = set(facts.transient) - set(facts.aliases.values())
@@ -71,7 +71,8 @@ def weights_of_checkpoint(
 
 
 def converted(state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """`state` with its floating point numbers in `dtype`; what is one tensor stays one."""
+    """Returns `state` with its floating point numbers in `dtype`; a tensor with several names stays one
+    tensor."""
     made: dict[int, Tensor] = {}
 
     def convert(value: Any) -> Any:
@@ -85,7 +86,7 @@ def converted(state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _base(facts: Facts, found: Found, model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of `model` that the checkpoint has left out."""
+    """Returns the parameters of `model` that the checkpoint leaves out."""
     own = {name: param.detach() for name, param in model.named_parameters()}
     missing = [name for name in facts.base if name not in own]
     if missing:
@@ -99,7 +100,7 @@ def _base(facts: Facts, found: Found, model: nn.Module) -> dict[str, Tensor]:
 
 
 def _tied_in(path: Path) -> dict[str, str]:
-    """Names of a safetensors file that stand for the weights of other ones."""
+    """Returns the names in a safetensors file that refer to the weights of other names."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     told = header.get("__metadata__", {})

@@ -1,14 +1,14 @@
-"""Folders that `from_pretrained` of transformers and of peft reads.
+"""Folders that `from_pretrained` of transformers and of peft can read.
 
-    FOLDER/config.json                  what the model is
-    FOLDER/generation_config.json       how it writes text, if it does
-    FOLDER/tokenizer.json, ...          its tokens, if it came from a folder that has them
-    FOLDER/adapter_config.json          of a model with adapters of peft: what they are
+    FOLDER/config.json                  configuration of the model
+    FOLDER/generation_config.json       how the model generates text, if it does
+    FOLDER/tokenizer.json, ...          its tokenizer, if it came from a folder that has one
+    FOLDER/adapter_config.json          configuration of the adapters of a model with peft adapters
     FOLDER/adapter_model.safetensors    their weights, and those of modules that are trained whole
     FOLDER/NAME/...                     further adapters, if there are several
 
-A run keeps what is beside the weights when it begins: then these can be given to others without the
-model, which may need the data of the task to be made.
+A run saves everything except the weights when it begins, so that the weights can be exported later
+without building the model, which may require the data of the task.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from anybatch.state.weights import write_state, write_whole
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_FIRST = "default"  # peft's name of an adapter that was not given one: it has no folder of its own
+_FIRST = "default"  # peft's default name of an adapter, which is written without a subfolder
 
 _OF_TOKENS = (
     *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
@@ -42,19 +42,19 @@ _OF_TOKENS = (
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Whether `model` is one of transformers."""
-    # Where this has not been imported nobody has made such a model; asked for, it would be now.
+    """Returns whether `model` is a transformers model."""
+    # If this has not been imported, there is no such model; an import statement would import it now.
     library = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(model, library.PreTrainedModel)
 
 
 def keep_pretrained(model: nn.Module, folder: Path) -> None:
-    """Write to `folder`, in place of what is there, all but the weights of `model`, which is one of
-    transformers. What cannot be written is warned of: no training ends for it."""
+    """Writes everything except the weights of `model`, a transformers model, to `folder`, replacing its
+    contents. Warns if this fails: training does not end because of it."""
     try:
         with whole_folder(folder, "what the model is", replaces=True) as partial:
             write_beside(model, partial)
-    except Exception as error:  # of writing, and of whatever a configuration may hold
+    except Exception as error:  # from writing, or from whatever a configuration contains
         warnings.warn(
             f"the configuration of the model could not be kept in {folder} ({error}): 'anybatch export"
             " --format huggingface' will make the model anew from its task.",
@@ -63,13 +63,13 @@ def keep_pretrained(model: nn.Module, folder: Path) -> None:
 
 
 def write_beside(model: Any, folder: Path) -> None:
-    """Write all but the weights of `model` into `folder`. Raises `OSError`."""
+    """Writes everything except the weights of `model` to `folder`. Raises `OSError`."""
     config = copy.deepcopy(model.config)
-    # A divided model is of a class that is called so.
+    # The class of a sharded model has this prefix.
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.save_pretrained(folder)
     if model.can_generate():
-        # What the user set for generating may be what transformers only warns of.
+        # The user's settings for generation may be ones that transformers only warns about.
         with contextlib.suppress(ValueError):
             model.generation_config.save_pretrained(folder)
     for file in _files_of_tokens(getattr(model.config, "_name_or_path", "")):
@@ -77,8 +77,8 @@ def write_beside(model: Any, folder: Path) -> None:
 
 
 def set_dtype(folder: Path, dtype: torch.dtype | None) -> None:
-    """Let the configuration in `folder` tell the `dtype` of the weights beside it; None: it tells none.
-    Raises `OSError`."""
+    """Sets the dtype in the configuration in `folder` to the `dtype` of the weights next to it; None:
+    none is stated. Raises `OSError`."""
     path = folder / CONFIG
     told = json.loads(path.read_text(encoding="utf-8"))
     for key in {"dtype", "torch_dtype"} & told.keys():
@@ -87,12 +87,12 @@ def set_dtype(folder: Path, dtype: torch.dtype | None) -> None:
 
 
 def is_kept(folder: Path) -> bool:
-    """Whether `keep_pretrained` has written `folder`."""
+    """Returns whether `keep_pretrained` has written `folder`."""
     return (folder / CONFIG).is_file()
 
 
 def check_pretrained(model: nn.Module, task: str) -> None:
-    """Raises `InputError` if `model`, that of `task`, is none of transformers."""
+    """Raises `InputError` if `model`, the model of `task`, is not a transformers model."""
     if not is_pretrained(model):
         raise InputError(
             f"the model of {task!r} is a {type(model).__name__}, which is none of transformers, so"
@@ -104,19 +104,20 @@ def check_pretrained(model: nn.Module, task: str) -> None:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether peft has put adapters into `model`."""
+    """Returns whether `model` has peft adapters."""
     return isinstance(getattr(model, "peft_config", None), dict)
 
 
 def save_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
-    """Write the adapters of `model` to `folder`, which is created if need be, in peft's own layout.
+    """Writes the adapters of `model` to `folder`, which is created if it does not exist, in peft's
+    layout.
 
-    With several ranks all may call it, and rank 0 writes; of a sharded model all must call it, and none
-    returns before the files are there.
+    With several ranks, all may call it, and rank 0 writes. With a sharded model, all ranks must call
+    it, and none returns before the files are written.
 
     Args:
-        model: what `peft.get_peft_model` returned.
-        folder: what `PeftModel.from_pretrained(base, folder)` is to read.
+        model: the model that `peft.get_peft_model` returned.
+        folder: the folder for `PeftModel.from_pretrained(base, folder)` to read.
 
     Raises `InputError` if the model has no adapters, or the folder cannot be written.
     """
@@ -142,7 +143,7 @@ def _write(model: Any, state: dict[str, Any], folder: Path) -> None:
                 f"the adapters cannot be written to {place} ({error.strerror}): name a folder where you"
                 " may write."
             ) from None
-        # Whether embeddings were enlarged is not looked up: peft would ask the network for it.
+        # Does not check whether embeddings were resized: peft would access the network for it.
         adapter = get_peft_model_state_dict(
             model, state_dict=dict(state), adapter_name=name, save_embedding_layers=False
         )
@@ -153,7 +154,8 @@ def _write(model: Any, state: dict[str, Any], folder: Path) -> None:
 
 
 def _files_of_tokens(source: Any) -> Iterator[Path]:
-    """Those in the folder `source` that a model came from; of one that is no folder, none."""
+    """Yields the tokenizer files in the folder `source` that a model came from; none if it is not a
+    folder."""
     if not isinstance(source, str) or not source or not Path(source).is_dir():
         return
     seen: set[Path] = set()

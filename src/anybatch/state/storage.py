@@ -1,17 +1,18 @@
-"""Where `torch.distributed.checkpoint` puts what it plans, and takes it from.
+"""Storage for `torch.distributed.checkpoint`: writes and reads what its planners plan.
 
-torch's planners know DTensors, meshes and resharding, and they are used as they are. Its own storage is
-not: it pickles, writes from within collectives, and checks nothing that it reads. Here a save is cut in
-two. What all ranks must agree on is done at once, inside torch's protocol:
+torch's planners support DTensors, meshes and resharding, and are used unchanged. Its own storage is not
+used: it pickles, writes from within collectives, and checks nothing that it reads. Here a save is
+divided into two phases. Everything that all ranks must agree on is done immediately, within torch's
+protocol:
 
-    plan      each rank what it has; rank 0 shares out what several have (collective)
-    lay out   each rank where each of its slices will lie in its file; copies of them, if there is room
-    collect   rank 0 what lies where (collective)
+    plan      each rank lists what it has; rank 0 assigns what several ranks have (collective)
+    lay out   each rank determines the position of its slices in its file; copies them, if there is room
+    collect   rank 0 collects the locations (collective)
 
-What takes long needs no agreement, so no rank that fails can leave another in a collective:
+The slow part needs no agreement, so a rank that fails cannot leave another one in a collective:
 
-    write     each rank its file, then a small sealed part: lengths and checksums
-    complete  rank 0, once it sees all parts: the manifest, and the name that makes it visible
+    write     each rank writes its file, then a small sealed part: lengths and checksums
+    complete  rank 0 writes the manifest once it sees all parts, and the name that makes it visible
 """
 
 from __future__ import annotations
@@ -70,17 +71,17 @@ from anybatch.state.manifest import (
 )
 
 UNSEEN_SECONDS = 10.0
-"""How long a rank looks for the folder that rank 0 made: shared file systems may show it late."""
+"""How long a rank waits for the folder that rank 0 created: shared file systems may show it late."""
 
 STALL_SECONDS = 120.0
-"""How long rank 0 waits for the others' parts while none of their files grows."""
+"""How long rank 0 waits for the parts of the other ranks while none of their files grows."""
 
 _MOST_PART_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a slice lies: bytes of the file of rank `file`."""
+    """Location of a slice: bytes of the file of rank `file`."""
 
     file: int
     start: int
@@ -88,8 +89,8 @@ class Place:
 
 
 class Part(Record):
-    """What a rank seals its file with: its length, and the checksums of each slice by its start; or why
-    it could not write it."""
+    """The record that seals the file of a rank: its length, and the checksums of each slice by its
+    start; or the reason why the file could not be written."""
 
     num_bytes: Count = 0
     checksums: dict[str, list[Checksum]] = Field(default_factory=dict)
@@ -101,20 +102,20 @@ class Part(Record):
 
 @final
 class Writer(StorageWriter):
-    """One save, seen from one rank.
+    """One save, as seen by one rank.
 
     Attributes:
-        step: of training.
-        started: when, by the monotonic clock.
-        held_seconds: how long training waited for it.
+        step: step of training.
+        started: start time, by the monotonic clock.
+        held_seconds: how long the save blocked training.
         partial: the hidden folder to write in, once it is known.
-        pending: copies of this rank's slices, which are not written yet; None: all is written.
-        release: on rank 0, gives the lock of the folder back.
-        written: set when this rank's bytes are, or will not be.
-        wrong: why they are not.
-        told: what another rank told of its failure, if anything.
-        given_up: set when nobody waits for it any more.
-        ended: set when its thread has; None: it has none.
+        pending: copies of this rank's slices that are not written yet; None: all are written.
+        release: on rank 0, releases the lock of the folder.
+        written: set when the bytes of this rank are written, or will not be.
+        wrong: why they are not written.
+        told: failure reported by another rank, if any.
+        given_up: set when the save is abandoned.
+        ended: set when its thread has ended; None: it has no thread.
     """
 
     def __init__(
@@ -149,9 +150,9 @@ class Writer(StorageWriter):
         self._places: dict[tuple[str, tuple[int, ...]], Place] = {}
 
     def run(self, alone: bool) -> None:
-        """Plan and lay out, on all ranks together.
+        """Plans and lays out the save, on all ranks together.
 
-        Raises `CheckpointException` on all of them if it fails on any, `PeerLost` if one is gone.
+        Raises `CheckpointException` on all ranks if it fails on any, `PeerLost` if one is gone.
         """
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with calling("while a checkpoint was planned"), warnings.catch_warnings():
@@ -159,10 +160,10 @@ class Writer(StorageWriter):
             save(_detached(self._tensors), storage_writer=self, planner=planner, no_dist=alone)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A writer is for one save."""
+        """Does nothing: a writer is used for one save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises `InputError` if the content cannot be saved."""
+        """Checks the content. Raises `InputError` if it cannot be saved."""
         for name, tensor in self._tensors.items():
             if not isinstance(tensor, Tensor):
                 raise InputError(f"{name!r} is a {type(tensor).__name__}, and not a tensor")
@@ -171,11 +172,11 @@ class Writer(StorageWriter):
         _check_facts(self._facts, "facts")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add."""
+        """Returns the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0: makes the folder, and tells its name."""
+        """On rank 0: creates the folder, and adds its name to the plans."""
         try:
             self.release = self._folder.lock()
             self._folder.clear()
@@ -185,7 +186,7 @@ class Writer(StorageWriter):
         return [replace(plan, storage_data=self.partial.name) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Lay out the slices of this rank; copy them for later, or write them now."""
+        """Lays out the slices of this rank; copies them to be written later, or writes them now."""
         self.partial = self._folder.path / str(plan.storage_data)
         _await_folder(self.partial, self._rank)
         tensors, results, start = [], [], 0
@@ -212,7 +213,7 @@ class Writer(StorageWriter):
         return _ready(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0: keep what lies where, for `complete`."""
+        """On rank 0: keeps the locations of all slices for `complete`."""
         self._metadata = metadata
         self._places = {
             (result.index.fqn, tuple(result.index.offset or ())): result.storage_data
@@ -223,25 +224,26 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Places are chosen by `Folder`."""
+        """Returns False: locations are chosen by `Folder`."""
         return False
 
     def write_pending(self) -> None:
-        """Write and seal what was copied, if anything was. Raises `OSError`, or `InputError` if it was
-        given up."""
+        """Writes and seals the copies, if there are any. Raises `OSError`, or `InputError` if the save
+        was abandoned."""
         assert self.partial is not None
         if self.pending is not None:
             write_part(self.partial, self._rank, self.pending, self.given_up)
 
     def tell_failure(self, reason: str) -> None:
-        """Let rank 0 know that the part of this rank will not come. Raises `OSError`."""
+        """Informs rank 0 that the part of this rank will not be written. Raises `OSError`."""
         assert self.partial is not None
         _seal(self.partial, self._rank, Part(wrong=reason))
 
     def complete(self) -> tuple[Path, Manifest]:
-        """On rank 0, once its own part is sealed: wait for the others', and publish the checkpoint.
+        """On rank 0, once its own part is sealed: waits for the parts of the other ranks, and publishes
+        the checkpoint.
 
-        Raises `InputError` or `OSError`; the partial folder is then still there.
+        Raises `InputError` or `OSError`, in which case the partial folder still exists.
         """
         assert self.partial is not None
         manifest = self._manifest(self._await_parts(self.partial))
@@ -308,9 +310,10 @@ class Writer(StorageWriter):
 def write_part(
     partial: Path, rank: int, tensors: list[Tensor], given_up: threading.Event | None = None
 ) -> None:
-    """Write the file of `rank`, and seal it. `tensors` is emptied on the way, so that they may go.
+    """Writes the file of `rank`, and seals it. `tensors` is emptied in the process, so that they can be
+    freed.
 
-    Raises `OSError`, or `InputError` if it was given up.
+    Raises `OSError`, or `InputError` if the save was abandoned.
     """
     checksums: dict[str, list[int]] = {}
     start = 0
@@ -345,20 +348,21 @@ def _write_synced(path: Path, content: bytes) -> None:
 
 
 def _staged(tensors: Sequence[Tensor]) -> list[Tensor] | None:
-    """Copies in host memory; None if there is no room for them."""
+    """Returns copies in host memory; None if there is no room for them."""
     copies: list[Tensor] = []
     try:
         for tensor in tensors:
             copies.append(staged(tensor))
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-    except (RuntimeError, MemoryError):  # pinned memory has errors of its own for a lack of it
+    except (RuntimeError, MemoryError):  # running out of pinned memory raises other errors
         return None
     return copies
 
 
 def _await_folder(partial: Path, rank: int) -> None:
-    """Now, while all ranks can be told: one that sees another folder would never be heard of."""
+    """Waits until this rank sees the folder. This is done while all ranks can still be informed: later,
+    the failure of a rank that sees another folder would go unnoticed."""
     deadline = time.monotonic() + UNSEEN_SECONDS
     while not partial.exists():
         if time.monotonic() > deadline:
@@ -402,12 +406,12 @@ def _ready(value: Any) -> Future[Any]:
 
 @final
 class Reader(StorageReader):
-    """One load, seen from one rank.
+    """One load, as seen by one rank.
 
     Args:
-        folder: of the checkpoint.
-        manifest: of it, checked.
-        tensors: to be filled, by name.
+        folder: folder of the checkpoint.
+        manifest: its manifest, checked.
+        tensors: tensors to fill, by name.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
@@ -416,9 +420,9 @@ class Reader(StorageReader):
         self._tensors = tensors
 
     def run(self, alone: bool) -> None:
-        """Fill the tensors, on all ranks together.
+        """Fills the tensors, on all ranks together.
 
-        Raises `CheckpointException` on all of them if it fails on any, `PeerLost` if one is gone.
+        Raises `CheckpointException` on all ranks if it fails on any, `PeerLost` if one is gone.
         """
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with calling("while a checkpoint was loaded"), warnings.catch_warnings():
@@ -426,11 +430,11 @@ class Reader(StorageReader):
             load(_detached(self._tensors), storage_reader=self, planner=planner, no_dist=alone)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A reader is for one load."""
+        """Does nothing: a reader is used for one load."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The manifest in torch's words."""
-        # Also called before the tensors were checked, so only with those that are asked for.
+        """Returns the manifest as torch's `Metadata`."""
+        # Also called before the tensors are checked, so it contains only requested ones.
         return Metadata(
             {
                 name: TensorStorageMetadata(
@@ -449,7 +453,7 @@ class Reader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Raises `InputError` if a tensor does not fit, before any is touched."""
+        """Checks the tensors. Raises `InputError` if one does not fit, before any is modified."""
         faults = []
         for name, tensor in self._tensors.items():
             record = self._manifest.tensors.get(name)
@@ -462,15 +466,15 @@ class Reader(StorageReader):
             raise InputError(f"it is of something else: {'; '.join(faults[:3])}{more}")
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
+        """Returns the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Each rank reads what it needs."""
+        """Returns the plans unchanged: each rank reads what it needs."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read and check, slice by slice, in the order in which they lie in the files."""
+        """Reads and checks slice by slice, in the order in which they are stored in the files."""
         manifest = self._manifest
         found: dict[tuple[str, tuple[int, ...]], Slice] = {
             (name, tuple(part.offsets)): part
@@ -513,13 +517,14 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Places are chosen by `Folder`."""
+        """Returns False: locations are chosen by `Folder`."""
         return False
 
 
 def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """As the planners take them. What has no values, which they would give it, or is no tensor is
-    refused later, where all ranks are told of it."""
+    """Returns the tensors in the form that planners take. Meta tensors, which planners would give
+    values, and values that are not tensors are replaced by a placeholder, and refused later, where all
+    ranks are informed."""
     return {
         name: one.detach() if isinstance(one, Tensor) and not one.is_meta else ""
         for name, one in tensors.items()
@@ -547,7 +552,7 @@ def _strange(tensor: Tensor) -> str:
 
 
 def _misfit(tensor: Tensor, record: TensorRecord) -> str:
-    """What keeps `tensor` from being filled."""
+    """Returns why `tensor` cannot be filled from `record`; empty if it can."""
     if not isinstance(tensor, Tensor):
         return f"is a {type(tensor).__name__} here, and not a tensor"
     if fault := _strange(tensor):

@@ -1,20 +1,21 @@
-"""Training state: what of a run outlives a step, as named tensors and plain facts, and back.
+"""Training state: the state of a run that a checkpoint keeps, as named tensors and plain facts, and its
+restoration.
 
-    weights/NAME         parameters (float32 masters where there are any) and buffers of the model
-    optimizer/I/KEY      what the optimizer remembers of its parameter number I
-    optimizer/I/KEY/PART where that is several tensors in one: 8-bit codes and their scales, say
+    weights/NAME         parameters (float32 masters if there are any) and buffers of the model
+    optimizer/I/KEY      optimizer state of parameter number I
+    optimizer/I/KEY/PART if that is several tensors in one: 8-bit codes and their scales, for example
     parameters/I         parameters that the optimizer trains and the model does not have
-    exchange/KEY         what the exchange between ranks remembers
+    exchange/KEY         state of the exchange between ranks
 
-The names say nothing of ranks, precision or plan, so a run goes on under any of them. Where ranks take
-steps by themselves their optimizers differ, and names begin with `rank-N.`.
+The names do not depend on ranks, precision or plan, so a run can be resumed under any of them. If ranks
+take steps independently, their optimizers differ, and names begin with `rank-N.`.
 
-What need not be saved is not: random state and the order of samples are functions of the step; the
-learning rate is one of the task's schedule, or of as many steps of its scheduler, or follows from the
-losses of evaluations. Of an optimizer's options only those are kept that training has changed: the
-others are the task's to say, also when a run is resumed.
+State that can be derived is not saved: random state and the order of samples are functions of the step;
+the learning rate is that of the task's schedule, or of as many steps of its scheduler, or follows from
+the losses of evaluations. Of the options of an optimizer, only those that training has changed are
+saved: the task determines the others, also when a run is resumed.
 
-What nothing trains is the task's to build again, where it has a function for that: see `base.py`.
+Parameters that are not trained are rebuilt by the task, if it has a function for that: see `base.py`.
 """
 
 from __future__ import annotations
@@ -40,24 +41,25 @@ Plain = bool | int | float | str | None
 
 
 class Facts(BaseModel):
-    """What a checkpoint tells beside its tensors.
+    """The facts that a checkpoint holds in addition to its tensors.
 
     Attributes:
-        format: of these facts.
-        task: what has to be the same for the samples and their weights to be the same, by name.
-        step, samples_seen, epoch: where training stands.
-        num_skipped: samples that were left out of it so far.
-        evaluated: losses of the evaluations by which the learning rate went.
-        groups: for each parameter group the options that training has changed.
-        states: for each parameter what the optimizer remembers of it beside tensors.
-        scaler: of loss scaling.
-        shares: of the ranks.
-        plan: that was followed.
-        versions: of the software.
-        base: checksums of the parameters that are left out, since the task builds them, by name.
-        aliases: further names of weights in the model's `state_dict`, of tied ones say, and which they
-            are.
-        transient: names of weights that are not in it: buffers that are not persistent.
+        format: version of the format of these facts.
+        task: settings of the task, by name, that must be equal for the samples and their weights to be
+            equal.
+        step, samples_seen, epoch: progress of training.
+        num_skipped: number of samples that were left out so far.
+        evaluated: losses of the evaluations on which the learning rate depends.
+        groups: for each parameter group, the options that training has changed.
+        states: for each parameter, the optimizer state other than tensors.
+        scaler: state of loss scaling.
+        shares: shares of the ranks.
+        plan: the plan that was followed.
+        versions: versions of the software.
+        base: checksums, by name, of the parameters that are left out since the task builds them.
+        aliases: additional names of weights in the model's `state_dict`, for example of tied weights,
+            and the names that they refer to.
+        transient: names of weights that are not in the `state_dict`: buffers that are not persistent.
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=True)
@@ -81,7 +83,8 @@ class Facts(BaseModel):
 
     @classmethod
     def of(cls, found: Found) -> Facts:
-        """Those of a checkpoint. Raises `InputError` if they are not what this anybatch writes."""
+        """Returns the facts of a checkpoint. Raises `InputError` if they do not have the format of this
+        version of anybatch."""
         try:
             return cls.model_validate(dict(found.facts))
         except ValidationError as error:
@@ -98,11 +101,11 @@ class TrainingState:
     """The state of one rank's training.
 
     Args:
-        task: that is trained.
-        replica: adopted by `group`, before its first step.
+        task: the task that is trained.
+        replica: replica of the model, adopted by `group`, before its first step.
         group: the ranks.
-        rates: of its optimizer.
-        built: `frozen_checksums` of the model as it was built, on rank 0.
+        rates: learning rate of its optimizer.
+        built: `frozen_checksums` of the model as built, on rank 0.
     """
 
     def __init__(
@@ -125,10 +128,10 @@ class TrainingState:
         }
 
     def content(self, facts: Mapping[str, Any]) -> Content:
-        """All of it, between two steps, settled; the tensors are those in use. `facts` are further
-        fields of `Facts`. All ranks call it.
+        """Returns the whole state. The tensors are those in use, not copies. Must be called between two
+        steps, after they are settled, by all ranks. `facts` are further fields of `Facts`.
 
-        Raises `InputError` if the optimizer remembers something that cannot be saved.
+        Raises `InputError` if the optimizer state contains something that cannot be saved.
         """
         mine, states = self._optimizer()
         own = f"rank-{self._group.rank}." if self._group.diverges else ""
@@ -164,10 +167,11 @@ class TrainingState:
         return Content(tensors, told.model_dump(mode="json"))
 
     def destinations(self, found: Found) -> dict[str, Tensor]:
-        """For the names in the checkpoint the tensors to be filled. Makes the optimizer remember what
-        it did.
+        """Returns the tensors to be filled, for the names in the checkpoint. Creates the optimizer
+        state that the checkpoint holds.
 
-        Raises `InputError` if the checkpoint is of another task or model, or of another base.
+        Raises `InputError` if the checkpoint is of another task, model or optimizer, or of another
+        base.
         """
         facts = Facts.of(found)
         self._check_task(found, facts)
@@ -199,8 +203,8 @@ class TrainingState:
         return tensors
 
     def weights_in(self, found: Found) -> dict[str, Tensor]:
-        """Of the tensors to be filled those of the model, as `destinations`: for an evaluation, which
-        other samples and another optimizer do not concern. `filled` is to be called then.
+        """Returns the tensors of `destinations` that belong to the model: for an evaluation, which does
+        not depend on the training samples or the optimizer. `filled` must be called afterwards.
 
         Raises `InputError` if the checkpoint is of another model, or of another base.
         """
@@ -211,12 +215,12 @@ class TrainingState:
         return tensors
 
     def filled(self, found: Found) -> Facts:
-        """What `weights_in` gave has been filled. Returns the facts."""
+        """Must be called after the tensors of `weights_in` have been filled. Returns the facts."""
         self._replica.filled()
         return Facts.of(found)
 
     def restored(self, found: Found) -> Facts:
-        """The destinations have been filled: everything else follows. Returns the facts."""
+        """Restores everything else after the destinations have been filled. Returns the facts."""
         facts = Facts.of(found)
         self._replica.filled()
         self._replica.load_scaler_state(facts.scaler)
@@ -278,7 +282,7 @@ class TrainingState:
             )
 
     def _weights(self, base: Mapping[str, int]) -> dict[str, Tensor]:
-        """Those of the model but for the `base`."""
+        """Returns the weights of the model except the `base`."""
         own = self._replica.weights
         return {f"weights/{name}": one for name, one in own.items() if name not in base}
 
@@ -295,8 +299,8 @@ class TrainingState:
         return tensors, plain
 
     def _others(self, found: Found | None = None) -> dict[str, Tensor]:
-        """Parameters that are not the model's, and what the exchange remembers: all of it, or what is
-        in `found` (another exchange remembers other things)."""
+        """Returns the parameters that are not part of the model, and the state of the exchange: all of
+        it, or only what is in `found` (a different exchange has different state)."""
         known = {id(tensor) for tensor in self._replica.weights.values()}
         tensors: dict[str, Tensor] = {
             f"parameters/{number}": param
@@ -310,21 +314,22 @@ class TrainingState:
         return tensors
 
     def _of_this_rank(self, name: str, found: Found) -> str:
-        """`name` without the rank it is of, if it is for this one; else nothing."""
+        """Returns `name` without its rank prefix if it applies to this rank; otherwise an empty
+        string."""
         if not name.startswith("rank-"):
             return name
         rank, _, rest = name.partition(".")
         mine = f"rank-{self._group.rank if self._group.diverges else 0}"
         if not any(other.startswith(f"{mine}.") for other in found.tensors):
-            mine = "rank-0"  # there were fewer ranks
+            mine = "rank-0"  # the checkpoint has fewer ranks
         return rest if rank == mine else ""
 
     def _made(
         self, param: nn.Parameter, key: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
-        """Room for what the optimizer remembers as `key` of `param`."""
+        """Returns a tensor of zeros for the optimizer state `key` of `param`."""
         if shape == tuple(param.shape) and key != "step":
-            # With the precision, the dtype of the parameters may have changed.
+            # The dtype of the parameters may have changed with the precision.
             kind = param.dtype if dtype.is_floating_point else dtype
             on_host = self._replica.updater.states_on == "host"
             return torch.zeros_like(
@@ -345,9 +350,10 @@ class TrainingState:
         found: Found,
         kind: tuple[tuple[int, ...], torch.dtype],
     ) -> Tensor:
-        """The same, where the optimizer keeps several tensors in one, which only itself can make.
+        """Returns the tensor for optimizer state that consists of several tensors in one, which only
+        the optimizer can create.
 
-        Raises `InputError` if it keeps others.
+        Raises `InputError` if the optimizer has different state.
         """
         optimizer = self._replica.optimizer
         if is_compiled(optimizer) and not optimizer.state[param]:
@@ -372,8 +378,8 @@ class TrainingState:
 
 
 def _names_in_state_dict(model: nn.Module) -> tuple[dict[str, str], list[str]]:
-    """Names in the `state_dict` of `model` that are further ones of parameters and buffers, with which
-    these are; and which of those are not in it."""
+    """Returns the additional names of parameters and buffers in the `state_dict` of `model`, with the
+    names that they refer to; and the names of parameters and buffers that are not in it."""
     own = dict(model.named_parameters()) | dict(model.named_buffers())
     names = {id(tensor): name for name, tensor in own.items()}
     state = model.state_dict(keep_vars=True)
@@ -383,7 +389,8 @@ def _names_in_state_dict(model: nn.Module) -> tuple[dict[str, str], list[str]]:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a parameter group, but for the learning rate, which follows from the task."""
+    """Returns the options of a parameter group, except the learning rate, which follows from the
+    task."""
     return {
         name: float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
         for name, value in group.items()
@@ -400,7 +407,7 @@ def _set_option(group: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """`value`, if JSON can hold it."""
+    """Returns `value` in a form that JSON can represent. Raises `InputError` if there is none."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):

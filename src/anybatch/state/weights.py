@@ -1,12 +1,12 @@
-"""Weights in and out, between anybatch, plain torch and whatever reads safetensors.
+"""Exchange of weights between anybatch, plain torch and programs that read safetensors.
 
-Names are those of the plain model's `state_dict`, whatever it was wrapped in: `module.` of DataParallel
-and DistributedDataParallel, `_orig_mod.` of torch.compile and the like are understood in files and
-never written. A sharded model is written whole, and a file of a whole model is read into a sharded
-one.
+Names are those of the plain model's `state_dict`, regardless of wrappers: `module.` of DataParallel and
+DistributedDataParallel, `_orig_mod.` of torch.compile and the like are accepted in files and never
+written. A sharded model is written whole, and a file of a whole model can be loaded into a sharded one.
 
-No file is trusted: safetensors holds no code, and torch's own files are read with `weights_only=True`.
-A file is looked at before it is read, since what is at the end of a link is often something else.
+No file is trusted: safetensors contains no code, and torch's own files are read with
+`weights_only=True`. A file is inspected before it is read, since the target of a link is often
+something else.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from anybatch.oom import is_memory_error
 from anybatch.parallel import exchange, leads
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-"""File names that ask for torch's own format."""
+"""File name suffixes that select torch's own format."""
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # safetensors has a number in 8 bytes, then a brace
+_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # safetensors begins with an 8-byte number, then a brace
 
 
 def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> Path:
-    """Write the parameters and buffers of `model` to `path`, whole or not at all.
+    """Writes the parameters and buffers of `model` to `path`, completely or not at all.
 
-    The format goes by the name: `.pt`, `.pth`, `.bin` and `.ckpt` are torch's (`torch.load` gives the
-    state dict), anything else is safetensors. Tied weights are stored once in either.
+    The suffix determines the format: `.pt`, `.pth`, `.bin` and `.ckpt` select torch's (`torch.load`
+    returns the state dict), anything else safetensors. Tied weights are stored once in either format.
 
-    With several ranks all may call it, and rank 0 writes; of a sharded model all must call it, and
-    none returns before the file is there.
+    With several ranks, all may call it, and rank 0 writes. With a sharded model, all ranks must call
+    it, and none returns before the file is written.
 
     Raises `InputError` if the file cannot be written, on all ranks if the model is sharded.
     """
@@ -53,7 +53,7 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> Path:
 
 
 def check_can_be_written(model: nn.Module) -> None:
-    """Raises `InputError` if the weights of `model` have a dtype that safetensors has no name for:
+    """Raises `InputError` if weights of `model` have a dtype that safetensors does not support. Called
     before they are trained."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.dtype in (torch.complex128, torch.complex32):
@@ -65,8 +65,9 @@ def check_can_be_written(model: nn.Module) -> None:
 
 
 def write_whole(model: nn.Module, write: Callable[[dict[str, Any]], None]) -> None:
-    """Have rank 0 `write` the state of the plain model. Of a sharded model all ranks must call it, and
-    none returns before that is done; what it raises as `InputError` all of them raise."""
+    """Calls `write` on rank 0 with the state of the plain model. With a sharded model, all ranks must
+    call it, none returns before that is done, and an `InputError` that it raises is raised on all
+    ranks."""
     if not _is_sharded(model):
         if leads():
             write(_plain_state(model))
@@ -83,8 +84,8 @@ def write_whole(model: nn.Module, write: Callable[[dict[str, Any]], None]) -> No
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:
-    """The state of `model` by the names of the plain model. Of a sharded model all ranks must call it,
-    and rank 0 gets it, on the host; the others get nothing."""
+    """Returns the state of `model` under the names of the plain model. With a sharded model, all ranks
+    must call it; rank 0 gets the state, on the host, and the others get an empty one."""
     if not _is_sharded(model):
         return _plain_state(model)
     from anybatch.parallel.whole import full_state_dict  # FSDP takes half a second to import
@@ -94,15 +95,16 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Fill `model` with the weights in the file `path`, converted to its dtypes.
+    """Loads the weights in the file `path` into `model`, converted to its dtypes.
 
-    Understands safetensors and what `torch.save` wrote of a state dict, also inside of a checkpoint
+    Accepts safetensors and state dicts that `torch.save` wrote, also inside a checkpoint
     (`{"state_dict": ...}`, `{"model": ...}`), with or without the prefixes of wrappers.
 
-    With several ranks every rank reads the file; of a sharded model all must call it, and rank 0 reads.
+    With several ranks, every rank reads the file. With a sharded model, all ranks must call it, and
+    rank 0 reads.
 
-    Raises `InputError` if there is no such file, it is damaged or something else, or it is for another
-    model, which then is as it was.
+    Raises `InputError` if the file does not exist, is damaged or is something else, or is for another
+    model. The model is then unchanged.
     """
     if not _is_sharded(model):
         load_state(model, read_weights(Path(path)), path)
@@ -123,8 +125,8 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def load_state(model: nn.Module, state: Mapping[str, Any], source: str | os.PathLike[str]) -> None:
-    """Fill `model`, which is not sharded, with `state`, which is from `source`, converted to its
-    dtypes. Raises `InputError` if it is for another model, which then is as it was."""
+    """Loads `state`, which comes from `source`, into `model`, which is not sharded, converted to its
+    dtypes. Raises `InputError` if the state is for another model; the model is then unchanged."""
     model.load_state_dict(_matched(model, state, source), strict=False)
 
 
@@ -132,8 +134,8 @@ def load_state(model: nn.Module, state: Mapping[str, Any], source: str | os.Path
 
 
 def write_state(state: dict[str, Any], target: Path, as_torch: bool | None = None) -> None:
-    """Write `state` to `target`, whole or not at all, in torch's format or as safetensors; None: as its
-    name asks for. Raises `InputError` if it cannot be written."""
+    """Writes `state` to `target`, completely or not at all, in torch's format or as safetensors
+    (`as_torch`; None: determined by the suffix). Raises `InputError` if it cannot be written."""
     if target.is_dir():
         raise InputError(f"the weights cannot be written to {target}: it is a folder; name a file.")
     partial = target.with_name(f".{target.name}.partial")
@@ -177,7 +179,7 @@ def _write_safetensors(state: dict[str, Any], path: Path) -> None:
         if value.layout is not torch.strided:
             value = value.to_dense()
         if (same := first.get(_place(value))) is not None:
-            metadata[name] = same  # where other readers of the format look for tied weights
+            metadata[name] = same  # other readers of the format look here for tied weights
             continue
         if value.numel():
             first[_place(value)] = name
@@ -199,18 +201,18 @@ def _write_safetensors(state: dict[str, Any], path: Path) -> None:
             f" ends in {TORCH_SUFFIXES[0]}; of a run, 'anybatch export' does so from its checkpoints."
         ) from None
     _put_in_order(path)
-    path.chmod(permissions)  # safetensors lets the owner alone read what it writes
+    path.chmod(permissions)  # safetensors writes files that only the owner can read
 
 
 def _put_in_order(path: Path) -> None:
-    """Write the metadata of a safetensors file in order: the library writes them in a random one, and
-    the same weights are to give the same file."""
+    """Sorts the metadata of a safetensors file: the library writes it in random order, and equal
+    weights should give equal files."""
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        if len(text) <= length:  # else it escapes otherwise than the library, and stays
+        if len(text) <= length:  # otherwise json escapes differently, and the file is left as is
             file.seek(8)
             file.write(text.ljust(length))
 
@@ -231,8 +233,8 @@ def _plain_state(model: nn.Module) -> dict[str, Any]:
 
 
 def read_weights(path: Path) -> Mapping[str, Any]:
-    """What the file holds: a state dict, or a checkpoint with one in it. Raises `InputError` if there
-    is no such file, or it is damaged or something else."""
+    """Returns the contents of the file: a state dict, or a checkpoint that contains one. Raises
+    `InputError` if the file does not exist, is damaged or is something else."""
     try:
         with path.open("rb") as file:
             head = file.read(16)
@@ -283,9 +285,9 @@ def _why(error: Exception) -> str:
 def _matched(
     model: nn.Module, found: Mapping[str, Any], path: str | os.PathLike[str]
 ) -> dict[str, Any]:
-    """For each name of the model's own `state_dict` the value in `found`.
+    """Returns the value in `found` for each name of the model's own `state_dict`.
 
-    Raises `InputError`, with all that does not fit, if it is for another model.
+    Raises `InputError`, with all mismatches, if it is for another model.
     """
     places = model.state_dict(keep_vars=True)
     own = {_name_in(model, name): name for name in places}
@@ -324,18 +326,18 @@ def _matched(
 
 
 def _bare(name: str) -> str:
-    """`name` without the parts of wrappers, and without any `module`, which may be one."""
+    """Returns `name` without the components of wrappers, and without any `module`, which may be one."""
     return ".".join(part for part in name.split(".") if part not in (*_WRAPPERS, "module"))
 
 
 def without_wrappers(name: str) -> str:
-    """`name` without the parts that modules of torch put into it around the user's own: where there is
-    no model to ask, those that no module is called by anybody."""
+    """Returns `name` without the components that torch's wrapper modules insert. Used without a model
+    to inspect, so only components are removed that are never names of other modules."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _name_in(model: nn.Module, name: str) -> str:
-    """The name, in the plain model, of what `model.state_dict()` calls `name`."""
+    """Returns the name that the entry `name` of `model.state_dict()` has in the plain model."""
     here: Any = model
     kept = []
     for part in name.split("."):
@@ -354,7 +356,8 @@ def _not_tied(
     values: Mapping[str, Any],
     missing: list[str],
 ) -> list[str]:
-    """Those of `missing` that neither come with another name nor are counters that old files lack."""
+    """Returns the names in `missing` that are neither tied to a present name nor counters that old
+    files lack."""
     there = {_place(places[name]) for name in values if isinstance(places[name], Tensor)}
     counters = {
         f"{prefix}.num_batches_tracked" if prefix else "num_batches_tracked"
@@ -386,7 +389,8 @@ def _misfit(name: str, value: Any, place: Any) -> Iterator[str]:
 
 
 def _complete(model: nn.Module, values: dict[str, Any]) -> None:
-    """Add what `_not_tied` found dispensable: tied weights under each of their names, and counters."""
+    """Adds the missing entries that `_not_tied` tolerates: tied weights under each of their names, and
+    counters."""
     places = model.state_dict(keep_vars=True)
     there = {_place(places[name]): value for name, value in values.items()}
     for name, place in places.items():
@@ -407,7 +411,7 @@ def _number_kind(tensor: Tensor) -> str:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """The same for tensors that are one and the same memory."""
+    """Returns a key that is equal for tensors that are the same memory."""
     if hasattr(tensor, "full_tensor"):
         return (id(tensor),)
     memory = tensor.data_ptr() if not tensor.is_meta and tensor.numel() else id(tensor)
