@@ -104,7 +104,8 @@ class Replica:
         self._loss: LossFunction = self._joint or loss
         self.loss_as_given: LossFunction = loss
         self._is_loss_known = self.is_joint  # whether its return value was inspected
-        self._is_told = self.is_joint  # whether a warning was issued, or the loss need not be additive
+        # Whether a warning was issued, or the loss need not be additive.
+        self._is_told = self.is_joint
         self._means = CountedMeans()
         self._derives = False  # whether the loss needs gradients in evaluation
         self.parameter_writes: ParameterWrites = ParameterWrites(model)

@@ -101,9 +101,7 @@ class CpuLimit(Limit):
         self._budget = budget_bytes
         self._counted = counted_bytes
         self._meter: CpuMeter | None = None
-        self._growth: dict[
-            Hashable, int
-        ] = {}  # largest growth during a pass, by shape
+        self._growth: dict[Hashable, int] = {}  # largest growth during a pass, by shape
 
     def enter(self) -> Meter:
         with uncounted():

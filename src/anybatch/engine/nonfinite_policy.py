@@ -95,7 +95,7 @@ class NonfinitePolicy:
         if self._blame is not None:
             mine = tuple(self._blame.gradients(staged.numbers, staged.source))
         everyone = [mine]
-        if not self._group.diverges:  # otherwise the gradient is this rank's own; others are not here
+        if not self._group.diverges:  # otherwise the gradient is local to this rank
             everyone = self._group.exchange(mine)
         found = by_rank(everyone)
         if self._skips:

@@ -84,7 +84,7 @@ class Progress:
         else:
             if isinstance(event, Evaluated):
                 self._meter.evaluated = event
-                if self.screen.redraw_seconds is not None:  # else `say` draws the previous bar again
+                if self.screen.redraw_seconds is not None:  # else `say` redraws
                     self.screen.draw(self._meter.bar())
                 else:
                     self._draw_last()
