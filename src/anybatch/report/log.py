@@ -193,16 +193,16 @@ def _follow(
     ended: threading.Event,
     failures: list[BaseException],
 ) -> None:
-    place, rest = 0, b""
+    place = 0
     try:
         while True:
             last_look = ended.wait(_LOOK_SECONDS)
             if path.exists():
                 with path.open("rb") as file:
                     file.seek(place)
-                    new = file.read()
-                place += len(new)
-                *lines, rest = (rest + new).split(b"\n")
+                    # Complete lines only: ranks that are restarted cut an incomplete one off.
+                    *lines, rest = file.read().split(b"\n")
+                    place = file.tell() - len(rest)
                 for line in lines:
                     event = from_json(line.decode())
                     for sink in sinks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import time
 import warnings
 from pathlib import Path
 
@@ -57,6 +58,21 @@ def test_a_follower_is_given_all_events_by_the_end_of_the_block(tmp_path: Path):
         for step in range(1, 4):
             log(make_step(step))
     assert same(given, [make_step(step) for step in range(1, 4)])
+
+
+def test_a_follower_passes_over_a_torn_line_that_is_cut_off_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As by ranks that are started again after one was killed in the middle of a line."""
+    monkeypatch.setattr("anybatch.report.log._LOOK_SECONDS", 0.01)
+    path, given = written(tmp_path, b'{"kind": "evaluated", "ti'), list[Event]()
+    with follow(path, [given.append]):
+        deadline = time.monotonic() + 30
+        while len(given) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with EventLog(path) as log:
+            log(make_step(2))
+    assert same(given, [make_start(), make_step(1), make_step(2)])
 
 
 def test_a_torn_last_line_is_dropped(tmp_path: Path):
