@@ -84,8 +84,15 @@ def test_code_of_a_document_runs_from_top_to_bottom(code, folder):
     assert done.returncode == 0, told(done)
 
 
+def other_examples() -> list[str]:
+    """The examples that no command of a document runs."""
+    commands = [one.words for block in command_blocks() for one in block]
+    run_by_documents = {words[1] for words in commands if words[0] == "python"}
+    return [example for example in examples() if example not in run_by_documents]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("example", examples())
+@pytest.mark.parametrize("example", other_examples())
 def test_examples_run(example, folder):
     done = run((sys.executable, example), folder)
     assert done.returncode == 0, told(done)
