@@ -109,7 +109,7 @@ def install(model: nn.Module, recompute: Recompute) -> Callable[[], None]:
         undos.append(replace_forward(mlp, partial(Tiled, name)))
 
     def undo() -> None:
-        for one in reversed(undos):
+        for one in undos:
             one()
 
     return undo

@@ -128,7 +128,7 @@ class CudaKernels(Kernels):
         return () if read is None else tuple(filter(None, map(_copied, read(args))))
 
     def workspace(self, op: Any, args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
-        """See `Kernels`. Where oneDNN's LSTM layer stands in for cuDNN's: gates, cells and outputs,
+        """See `Kernels`. If oneDNN's LSTM layer represents cuDNN's: gates, cells and outputs,
         the minimum that its backward needs."""
         return (result[3], 6 * result[0].nbytes) if op is _LSTM else None
 
@@ -169,13 +169,13 @@ def _efficient_backward(_gradient: Tensor, query: Tensor, *_: Any) -> int:
 
 
 def _stand_in_backward(*args: Any) -> int:
-    """Scratch memory of the CPU kernel's backward where it stands in for one of the two: see
+    """Scratch memory of the CPU kernel's backward if it represents one of the two: see
     `cuda`."""
     return _flash_backward(*args) if _stands_for_flash(args) else _efficient_backward(*args)
 
 
 def _stands_for_flash(args: tuple[Any, ...]) -> bool:
-    """Return whether the CPU kernel stands in for flash attention. In half precision with a mask it
+    """Return whether the CPU kernel represents flash attention. In half precision with a mask it
     does not, but a trace does not show this."""
     return args[1].dtype in _HALF
 

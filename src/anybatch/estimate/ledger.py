@@ -241,7 +241,7 @@ class _Account:
 
     Args:
         traced, taken: the trace, and the result of its replay by the allocator.
-        beside: bytes by kind that are held all the time.
+        beside: bytes by kind that stay allocated.
         division: division of the model over ranks, or None. If given, the bytes are those of one
             rank.
     """

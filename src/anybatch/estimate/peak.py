@@ -61,7 +61,7 @@ class Peak:
 
 
 def peak_of(traced: Traced, beside: Mapping[str, int], device: Device) -> Peak:
-    """Return the peak of `traced` on `device`. `beside`: bytes by kind that are held in addition to
+    """Return the peak of `traced` on `device`. `beside` maps kinds to bytes allocated in addition to
     its tensors."""
     return peak_at(traced, allocator_of(device).replay(traced.timeline), beside, device)
 

@@ -170,7 +170,7 @@ class Counting:
     micro-batches. The model is built once, and the update is traced once.
 
     Attributes:
-        target: device of the tensors: a CPU stands in for a device that is not present.
+        target: device of the tensors: the CPU if the traced device is absent.
         update: how the update is run: in the way that takes the least memory.
         compares_parameters: whether a joint loss uses parameters of the model itself; known after
             `comparison`.
@@ -380,6 +380,7 @@ class _Mlps:
         self._modules = {name: model.get_submodule(name) for name in names}
         self._watch = watch
         self._done: dict[str, float] = {}  # floating-point operations by module
+        self._begun: list[int] = []  # operations before each running MLP
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> None:
@@ -411,22 +412,20 @@ class _Mlps:
 
     def _enter(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
         self._watch.mlps.append(name)
-        self._done[name] = self._done.get(name, 0.0) - self._flops()
+        self._begun.append(len(self._watch.operations))
         if not is_sequence(args, kwargs):
             self._watch.unlike.add(name)
 
     def _leave(self, name: str, _module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         self._watch.mlps.pop()
-        self._done[name] += self._flops()
+        inside = self._watch.operations[self._begun.pop() :]
+        self._done[name] = self._done.get(name, 0.0) + sum(o.flops for o in inside)
         (given, *_) = (*args, None)
         alike = isinstance(result, Tensor) and isinstance(given, Tensor)
         if not alike or result.shape[:-1] != given.shape[:-1]:
             self._watch.unlike.add(name)
         elif self._watch.widest.get(name, 0) < 2 * result.numel():
             self._watch.unlike.add(name)  # there is little to free
-
-    def _flops(self) -> float:
-        return sum(o.flops for o in self._watch.operations)
 
 
 class _Blocks:

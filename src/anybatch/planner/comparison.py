@@ -206,18 +206,15 @@ def _told_of_time(setting: Setting) -> str:
     return f"{way}, corrected by {setting.correction.seconds:.2f} from {runs} on this machine"
 
 
-def ways_of(costs: Costs, compiled: bool) -> Iterator[Recompute]:
-    """All recompute methods that a model supports as a whole, from least to most recompute. In
-    `compiled` blocks, nothing is run in tiles."""
+def ways_of(costs: Costs) -> Iterator[Recompute]:
+    """All recompute methods that a model supports as a whole, from least to most recompute. MLPs in
+    tiles are added if nothing else fits, see `search`."""
     subject, pace = costs.subject, costs.setting.pace
-    tiled = () if compiled or subject.compiled else pace.tileable
     yield Recompute()
     if blocks := subject.blocks:
         if pace.blocks_have_products:
             yield Recompute(blocks=blocks, keep="matmuls")
         yield Recompute(blocks=blocks)
-        if tiled:
-            yield Recompute(blocks=blocks, tiled=tiled)
     if subject.chains:
         yield Recompute(blocks=subject.chains, nested=True)
     if pace.has_host:

@@ -100,18 +100,9 @@ def search(every: Sequence[Costs], wishes: Wishes) -> Found:
         Untraceable: the model cannot be traced, even with nothing recomputed.
     """
     searches = [_Search(costs, wishes) for costs in every]
-    best: _Search | None = None
-    for one in searches:
-        if best is not None and best.fits and best.seconds <= PAYS * one.least_seconds():
-            continue  # not faster, even with unlimited memory
-        try:
-            one.run()
-        except Untraceable:
-            if one.costs.head is None:
-                raise
-            continue  # a loss that cannot be computed in chunks is computed as written
-        if one.taken is not None and (best is None or one.beats(best)):
-            best = one
+    best = _best_of(searches)
+    if best is None or not best.fits:  # each method costs traces, so tiles are tried last
+        best = _best_of([one for one in searches if one.add_tiles()], best)
     if best is None:
         raise nothing_fits([(one.costs, one.ways) for one in searches if one.ways])
     assert best.taken is not None
@@ -134,6 +125,23 @@ def search(every: Sequence[Costs], wishes: Wishes) -> Found:
         assumptions=(*best.costs.subject.assumptions, *_told_writes(best.costs.subject)),
         otherwise=min((one.step for one in others), key=lambda step: step.total, default=None),
     )
+
+
+def _best_of(searches: Sequence[_Search], best: _Search | None = None) -> _Search | None:
+    """Run `searches` and return the one whose choice is best, or `best` if none is better. Raises
+    `Untraceable`."""
+    for one in searches:
+        if best is not None and best.fits and best.seconds <= PAYS * one.least_seconds():
+            continue  # not faster, even with unlimited memory
+        try:
+            one.run()
+        except Untraceable:
+            if one.costs.head is None:
+                raise
+            continue  # a loss that cannot be computed in chunks is computed as written
+        if one.taken is not None and (best is None or one.beats(best)):
+            best = one
+    return best
 
 
 def _leaner_costs(taken: Costs, every: Sequence[Costs]) -> list[Costs]:
@@ -169,9 +177,7 @@ class _Search:
         self.costs = costs
         self._wishes = wishes
         wished = wishes.recompute
-        self.ways: list[Recompute] = (
-            list(ways_of(costs, wishes.compile)) if wished is None else [wished]
-        )
+        self.ways: list[Recompute] = list(ways_of(costs)) if wished is None else [wished]
         self.taken: Choice | None = None
         self.fits: bool = False
         self._untraceable: list[Untraceable] = []
@@ -186,6 +192,17 @@ class _Search:
     def seconds(self) -> float:
         """Step time of the selected choice, in seconds."""
         return self.step.total
+
+    def add_tiles(self) -> bool:
+        """Consider MLPs in tiles too. Return whether the model has such MLPs, the user did not choose
+        the recompute method, and blocks are not compiled."""
+        subject, tiled = self.costs.subject, self.costs.setting.pace.tileable
+        blocks = Recompute(blocks=subject.blocks)
+        compiled = self._wishes.compile or subject.compiled
+        if self._wishes.recompute is not None or not tiled or compiled or blocks not in self.ways:
+            return False
+        self.ways.insert(self.ways.index(blocks) + 1, Recompute(blocks=blocks.blocks, tiled=tiled))
+        return True
 
     def run(self) -> None:
         """Select a choice. Raises `Untraceable`."""

@@ -78,7 +78,7 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
         for name in names.split(","):
             own = base / name
             paths[name] = (own if name and own.is_dir() else folder), path
-    # Version 2 has one tree for all controllers, in its own folder beside trees of version 1.
+    # Version 2 has one tree for all controllers, in its own folder if version 1 is mounted too.
     second = base / "unified" if (base / "unified").is_dir() else base
     base, path = paths.get(controller) or (second, paths.get("", (second, "/"))[1])
     yield from _upwards(base, path)

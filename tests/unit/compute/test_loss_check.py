@@ -264,15 +264,20 @@ def test_looking_leaves_no_trace():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_a_task_is_looked_at_too():
-    task = ab.Task(
+def task_of(loss: Any, global_batch: int, train: Any = None) -> ab.Task:
+    """One step of a linear model on the samples, or on `train`."""
+    return ab.Task(
         model=lambda: nn.Linear(6, 2),
-        loss=plain_sum,
+        loss=loss,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-        train=torch.utils.data.TensorDataset(X, LABELS, R),
-        global_batch=24,
+        train=train or torch.utils.data.TensorDataset(X, LABELS, R),
+        global_batch=global_batch,
         steps=1,
     )
+
+
+def test_a_task_is_looked_at_too():
+    task = task_of(plain_sum, global_batch=24)
     with pytest.raises(LossError, match="the loss is a sum over the samples"):
         ab.train(task, micro_batch=8, progress=False)
 
@@ -290,14 +295,7 @@ def test_it_takes_no_more_memory_than_the_plan(
         return mean(model, batch)
 
     if as_task:
-        task = ab.Task(
-            model=lambda: nn.Linear(6, 2),
-            loss=noting,
-            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-            train=torch.utils.data.TensorDataset(X, LABELS, R),
-            global_batch=20,
-            steps=1,
-        )
+        task = task_of(noting, global_batch=20)
         plan = ab.plan(task, micro_batch=micro_batch, rehearsal=False)
         capsys.readouterr()
         ab.train(task, plan=plan, progress=False)
@@ -324,14 +322,7 @@ def test_a_task_s_passes_of_one_sample_are_looked_at_several_together(streams: b
         def __iter__(self) -> Any:
             return iter(zip(X, LABELS, R, strict=True))
 
-    task = ab.Task(
-        model=lambda: nn.Linear(6, 2),
-        loss=correlation,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-        train=Rows() if streams else torch.utils.data.TensorDataset(X, LABELS, R),
-        global_batch=12,
-        steps=1,
-    )
+    task = task_of(correlation, global_batch=12, train=Rows() if streams else None)
     _warn.cache_clear()
     with pytest.warns(UserWarning, match="does not add up over samples"):
         ab.train(task, micro_batch=1, progress=False)
