@@ -113,7 +113,16 @@ def test_dropout_draws_the_same_masks_again(way):
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"keep": "matmuls"}, {"to_host": True}, {"blocks": ()}, {"blocks": (".",)}]
+    "more",
+    [
+        {},
+        {"keep": "matmuls"},
+        {"to_host": True},
+        {"blocks": ()},
+        {"blocks": (".",)},
+        {"chunked_attention": True},
+        {"chunked_attention": True, "keep": "matmuls"},
+    ],
 )
 @pytest.mark.parametrize("length", [9, 21])
 def test_mlps_in_tiles_train_as_the_plain_loop(length, more):

@@ -134,7 +134,7 @@ def trained_plainly(**options):
     return train_plainly(decoder_task(**options))
 
 
-TILED = Recompute(blocks=("layers.*",), tiled=("layers.*.mlp",))
+TILED = Recompute(blocks=("layers.*",), tiled=("layers.*.mlp",), chunked_attention=True)
 
 
 @pytest.mark.parametrize("repeated", [1, 2])

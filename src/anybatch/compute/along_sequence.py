@@ -9,8 +9,7 @@ known as a tiled MLP (Bekman et al. 2025, "Arctic Long Sequence Training").
             |      |      |      |          each tile runs separately
     y    |  y1  |  y2  |  y3  |  y4  |
 
-Attention does not need tiles: torch's kernels for `scaled_dot_product_attention` do not materialize the
-scores.
+Dropout draws in a different order. Attention is not independent by position; see `chunked_attention`.
 """
 
 from __future__ import annotations
@@ -43,6 +42,9 @@ _ALIKE = {
     _aten.detach.default,
     _aten.alias.default,
     _aten.empty_like.default,
+    # Dropout. That of whole features creates its noise in another shape.
+    _aten.bernoulli_.float,
+    _aten.native_dropout.default,
     _aten.native_layer_norm.default,
     _aten.glu.default,
 }
@@ -53,7 +55,7 @@ _BY_DIM = {_aten.split.Tensor: 2, _aten.slice.Tensor: 1}
 def find_mlps(model: nn.Module, blocks: Sequence[str]) -> list[str]:
     """Return the names of the modules inside `blocks` that may be MLPs.
 
-    These have at least two layers with a matrix, and neither buffers, active dropout nor forward hooks.
+    These have at least two layers with a matrix, and neither buffers nor forward hooks.
     Whether they compute positions independently is known only after a forward pass."""
     found: list[str] = []
     for block in blocks:
@@ -68,7 +70,6 @@ def _may_be_mlp(module: nn.Module) -> bool:
     matrices = sum(any(p.dim() == 2 for p in child.parameters()) for child in module.children())
     return (
         matrices > 1
-        and not any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p for m in module.modules())
         and next(module.buffers(), None) is None
         and not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
     )
@@ -76,13 +77,12 @@ def _may_be_mlp(module: nn.Module) -> bool:
 
 def treats_alike(func: Any, args: Sequence[Any]) -> bool:
     """Whether an operation computes each position of a sequence independently and in the same way."""
-    if torch.Tag.nondeterministic_seeded in func.tags:
-        return False
     if func in _BY_DIM:
         place = _BY_DIM[func]
         dim = args[place] if len(args) > place else 0
         return dim % args[0].dim() == args[0].dim() - 1
-    return torch.Tag.pointwise in func.tags or func in _ALIKE
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    return func in _ALIKE or (torch.Tag.pointwise in func.tags and not draws)
 
 
 def is_sequence(args: Sequence[Any], kwargs: Any) -> bool:
@@ -123,7 +123,7 @@ class Tiled:
     def _tiles(self, given: Sequence[Tensor]) -> Iterator[Tensor]:
         run = self._run
         if torch.is_grad_enabled():
-            run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+            run = partial(checkpoint, run, use_reentrant=False)
         for tile in given:
             if self._is_checked or torch.compiler.is_compiling():
                 yield run(tile)

@@ -296,7 +296,7 @@ class Logits(Tensor):
     ) -> Any:
         """Keep the logits deferred if there is a rule for `func`, else compute them first."""
         kwargs = kwargs or {}
-        if func in _ABOUT:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         rule = _RULES.get(func)
@@ -331,7 +331,7 @@ _WRITES = {"__setitem__", "__ior__", "__iand__", "__ixor__", "__ilshift__", "__i
     f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow")
 }
 
-_ABOUT: frozenset[Any] = frozenset(
+METADATA: frozenset[Any] = frozenset(
     {
         getattr(Tensor, name).__get__
         for name in (

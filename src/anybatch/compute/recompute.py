@@ -13,7 +13,7 @@ NumPy, and others that the blocks use, are handled here. Any other difference be
 detected and raises an error.
 
 Recurrent layers are split along time, see `along_time`. MLPs inside blocks are split along the sequence
-if the plan says so, see `along_sequence`.
+if the plan says so, see `along_sequence`, and attention in chunks of queries, see `chunked_attention`.
 
 Nested recompute is a tree over the layers of a sequence (Chen et al. 2016, "Training Deep Nets with
 Sublinear Memory Cost", section 4.3). For layers a b c d:
@@ -45,6 +45,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from anybatch.compute.along_sequence import Tiled
 from anybatch.compute.along_time import run_along_time
 from anybatch.compute.blocks import match_blocks
+from anybatch.compute.chunked_attention import ChunkedAttention
 from anybatch.compute.module_state import ModuleState
 from anybatch.compute.patch import replace_forward
 from anybatch.data.generators import PythonAndNumpy
@@ -98,6 +99,10 @@ def install(model: nn.Module, recompute: Recompute) -> Callable[[], None]:
     generators = _Generators(blocks.values())
     for name, block in blocks.items():
         kept = _KeptState(name, generators)
+        is_tree = recompute.nested and isinstance(block, nn.Sequential)
+        if recompute.chunked_attention:
+            layers = block.children() if is_tree else [block]
+            undos += [replace_forward(layer, ChunkedAttention) for layer in layers]
         if recompute.nested and isinstance(block, nn.Sequential):
             tree = _Tree(block, kept)  # runs the layers instead of the forward of the sequence
             undos.append(replace_forward(block, lambda _, tree=tree: tree))

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from anybatch.compute.along_sequence import NUM_TILES
+from anybatch.compute.chunked_attention import NUM_CHUNKS
 from anybatch.estimate.calibration import Speeds
 from anybatch.estimate.cuda import is_overlaid
 from anybatch.estimate.head import Head
@@ -199,6 +200,11 @@ class Pace:
         """Names of the MLPs inside blocks that can run in tiles along the sequence."""
         return self._low.tileable
 
+    @property
+    def has_scores(self) -> bool:
+        """Whether blocks materialize the scores of attention."""
+        return self._low.scores_part > 0
+
     def has_logits(self, num_samples: int, least: int) -> bool:
         """Return whether a pass over `num_samples` samples computes the softmax of more than
         `least` elements at once, as a cross-entropy does."""
@@ -342,13 +348,17 @@ class Pace:
         if not numbers:  # blocks named by the user: a part of forward, by the number of names
             part = min(1.0, len(asked) / max(1, len(names) or len(asked)))
             return part * self._in_a_row(forward + _checkpoints(len(names)))
-        again = _checkpoints(len(numbers) + NUM_TILES * len(recompute.tiled))
+        tiled, chunked = self._low.tiled_part, self._low.scores_part
+        twice = (tiled if recompute.tiled else 0) + (chunked if recompute.chunked_attention else 0)
+        parts = NUM_TILES * len(recompute.tiled)
+        parts += NUM_CHUNKS * len(numbers) if recompute.chunked_attention else 0
+        again = _checkpoints(len(numbers) + parts)
         for (phase, block, is_product), spent in places.items():
             kept = recompute.keep == "matmuls" and is_product
             if phase == "forward" and block in numbers and not kept:
                 again += spent
-                if recompute.tiled:  # recomputed with their block, and once more on their own
-                    again += spent.times(self._low.tiled_part)
+                if twice:  # recomputed with their block, and once more on their own
+                    again += spent.times(twice)
         return self._in_a_row(again)
 
     def _in_a_row(self, spent: _Spent) -> float:

@@ -144,6 +144,8 @@ class Work:
             chain.
         tileable: names of MLPs that can run in tiles along the sequence, none inside another.
         tiled_part: fraction of the arithmetic in blocks that these MLPs perform.
+        scores_part: fraction of the arithmetic in blocks that is attention whose scores are
+            materialized.
     """
 
     micro_batch: int
@@ -155,6 +157,7 @@ class Work:
     tree_levels: int
     tileable: tuple[str, ...]
     tiled_part: float
+    scores_part: float
 
 
 def work_of(subject: Subject, choice: Choice, device: Device) -> Work:
@@ -247,6 +250,7 @@ class Counting:
             tree_levels=math.ceil(math.log2(max(2, *map(_length, chains), 1))),
             tileable=mlps.tileable(),
             tiled_part=mlps.part(passes),
+            scores_part=watch.scores_part(passes),
         )
 
     def comparison(self) -> list[Operation]:
@@ -336,6 +340,7 @@ class Watch(TorchDispatchMode):
         self.mlps: list[str] = []  # currently running
         self.unlike: set[str] = set()  # MLPs that do not treat positions alike
         self.widest: dict[str, int] = {}  # MLP -> elements of its largest product
+        self._has_scores: bool = False
         self.operations: list[Operation] = []
 
     def begin(self, phase: str) -> None:
@@ -365,8 +370,20 @@ class Watch(TorchDispatchMode):
         if not treats_alike(func, args):
             self.unlike.update(self.mlps)
 
+    def scores_part(self, operations: Sequence[Operation]) -> float:
+        """Return the fraction of the arithmetic in blocks, among `operations`, that is attention, if
+        its scores are materialized; else 0."""
+        if not self._has_scores:
+            return 0.0
+        inside = [o for o in operations if o.block >= 0]
+        products = sum(o.flops for o in inside if o.name in ("bmm", "baddbmm"))
+        return products / sum(o.flops for o in inside)
+
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
         block = self.block if self.phase == "forward" else -1
+        if block >= 0 and func is torch.ops.aten.bmm.default:
+            scores, values = args
+            self._has_scores |= scores.numel() > max(values.numel(), result.numel())
         operation = operation_of(func, args, kwargs, result, self.phase, block)
         if operation is not None:
             self.operations.append(operation)

@@ -243,7 +243,7 @@ def order(choice: Choice) -> tuple[int, bool, bool, str, str, int]:
     way = choice.recompute
     return (
         len(way.blocks),
-        bool(way.tiled),
+        bool(way.tiled) or way.chunked_attention,
         way.nested,
         way.keep,
         choice.chunked_head,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from anybatch.compute.along_sequence import NotTileable
+from anybatch.compute.chunked_attention import NotChunkable
 from anybatch.compute.recompute import NotRepeated
 from anybatch.errors import AnybatchError
 from anybatch.estimate import Footprint, Peak, Subject, evaluation_peak, footprint
@@ -107,7 +108,7 @@ class Costs:
             try:
                 found = self._divided(footprint(self.subject, choice, self.setting.device))
             except Exception as error:  # any exception of the user's code
-                is_of_way = isinstance(error, NotRepeated | NotTileable)
+                is_of_way = isinstance(error, NotRepeated | NotTileable | NotChunkable)
                 told = isinstance(error, AnybatchError) and not is_of_way
                 if told and self.head is None:
                     raise

@@ -101,7 +101,7 @@ def search(every: Sequence[Costs], wishes: Wishes) -> Found:
     """
     searches = [_Search(costs, wishes) for costs in every]
     best = _best_of(searches)
-    if best is None or not best.fits:  # each method costs traces, so tiles are tried last
+    if best is None or not best.fits:  # each method costs traces: tiles and chunks come last
         best = _best_of([one for one in searches if one.add_tiles()], best)
     if best is None:
         raise nothing_fits([(one.costs, one.ways) for one in searches if one.ways])
@@ -194,14 +194,19 @@ class _Search:
         return self.step.total
 
     def add_tiles(self) -> bool:
-        """Consider MLPs in tiles too. Return whether the model has such MLPs, the user did not choose
-        the recompute method, and blocks are not compiled."""
-        subject, tiled = self.costs.subject, self.costs.setting.pace.tileable
+        """Consider MLPs in tiles and attention in chunks too. Return whether the model has any, the
+        user did not choose the recompute method, and blocks are not compiled."""
+        subject, pace = self.costs.subject, self.costs.setting.pace
         blocks = Recompute(blocks=subject.blocks)
+        # Chunks of dropout draw other numbers, which a reproducible run must not.
+        chunked = pace.has_scores and subject.identity.grain is None
         compiled = self._wishes.compile or subject.compiled
-        if self._wishes.recompute is not None or not tiled or compiled or blocks not in self.ways:
+        if self._wishes.recompute is not None or compiled or blocks not in self.ways:
             return False
-        self.ways.insert(self.ways.index(blocks) + 1, Recompute(blocks=blocks.blocks, tiled=tiled))
+        if not (pace.tileable or chunked):
+            return False
+        way = Recompute(blocks=blocks.blocks, tiled=pace.tileable, chunked_attention=chunked)
+        self.ways.insert(self.ways.index(blocks) + 1, way)
         return True
 
     def run(self) -> None:

@@ -49,6 +49,8 @@ class Recompute(Frozen):
         to_host: whether stored activations are in host memory.
         tiled: names of MLPs inside the blocks that run in tiles along the sequence, each of which is
             recomputed separately.
+        chunked_attention: whether attention inside the blocks runs in chunks of queries, each of which
+            is recomputed separately.
     """
 
     blocks: tuple[str, ...] = ()
@@ -56,6 +58,7 @@ class Recompute(Frozen):
     nested: bool = False
     to_host: bool = False
     tiled: tuple[str, ...] = ()
+    chunked_attention: bool = False
 
     def describe(self, named: bool = False) -> str:
         """Short description for a table; with the names of several blocks if `named`."""
@@ -70,6 +73,7 @@ class Recompute(Frozen):
             "nested" if self.nested else "",
             "matrix products kept" if self.keep == "matmuls" else "",
             "MLPs in tiles" if self.tiled else "",
+            "attention in chunks" if self.chunked_attention else "",
             "kept in host memory" if self.to_host else "",
         ]
         return ", ".join([names, *filter(None, more)])

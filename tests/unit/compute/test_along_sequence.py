@@ -104,7 +104,12 @@ def plain() -> nn.Module:
 
 
 def dropping() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 24), nn.Dropout(0.1), nn.Linear(24, WIDTH))
+    return nn.Sequential(nn.Linear(WIDTH, 24), nn.Dropout(0.4), nn.Linear(24, WIDTH))
+
+
+def dropping_features() -> nn.Module:
+    """Drops the same features of all positions."""
+    return nn.Sequential(nn.Linear(WIDTH, 24), nn.Dropout1d(0.4), nn.Linear(24, WIDTH))
 
 
 class Block(nn.Module):
@@ -195,7 +200,8 @@ def task_of(make: Callable[[], nn.Module], positions: int = 24, **options: objec
         (Gated, True),
         (Chunked, True),
         (plain, True),
-        (dropping, False),
+        (dropping, True),
+        (dropping_features, False),
         (Adapted, False),
         (Counting, False),
         (Mixer, False),
@@ -232,8 +238,29 @@ def test_frozen_weights_and_four_dims_are_taken():
     torch.testing.assert_close(mlp.down.weight.grad, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_dropout_between_layers_would_draw_in_another_order():
-    model = nn.ModuleDict({"a": dropping(), "b": plain()})
+def test_dropout_is_that_of_forward_in_backward_too():
+    """The gradient is the derivative of what forward computed, with the masks that it drew."""
+    torch.manual_seed(0)
+    model = Model(dropping).double()
+    given = torch.randn(2, 24, WIDTH, dtype=torch.float64)
+    direction = torch.randn_like(given)
+    undo = install(model, TILED)
+
+    def total(at: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        return model(at).square().sum()
+
+    at = given.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(total(at), at)
+    above, below = (total((given + s * direction).requires_grad_()) for s in (1e-6, -1e-6))
+    undo()
+    torch.testing.assert_close(
+        (gradient * direction).sum(), (above - below).detach() / 2e-6, rtol=1e-6, atol=0.0
+    )
+
+
+def test_modules_with_buffers_are_left_out():
+    model = nn.ModuleDict({"a": Counting(), "b": plain()})
     assert find_mlps(nn.ModuleDict({"block": model}), ["block"]) == ["block.b"]
 
 
