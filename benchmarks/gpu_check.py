@@ -37,23 +37,24 @@ ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests" / "gpu"
 SECONDS = 560.0
 TESTS_SECONDS, FILE_SECONDS, COMMAND_SECONDS, PART_SECONDS = 240.0, 120.0, 60.0, 90.0
-"""Most that all tests, one file of them, one command and one part may take."""
+"""Time limits for all tests, one test file, one command and one part, in seconds."""
 MEASURE = (sys.executable, "-m", "benchmarks.gpu_parts")
 OUT_OF_TIME = "left out for want of time"
 
 
 @dataclass
 class Record:
-    """What was found so far.
+    """The results so far.
 
     Attributes:
-        device: its name.
-        tests: by file, the closing line of pytest.
-        failures: what failed, in sentences, by what it is.
-        commands: by command, the exit status and the last lines.
-        found: by part.
-        took: seconds, by part.
-        left_out: parts that there was no time for.
+        device: name of the GPU.
+        torch: version of torch.
+        tests: by file, the last line of pytest's output, or how the file's process ended.
+        failures: by test, command or part, a sentence about the failure.
+        commands: by name, the command line, exit status, seconds, and last lines of output.
+        found: measurements, by part.
+        took: duration in seconds, by part.
+        left_out: commands and parts that were not run for lack of time.
     """
 
     device: str
@@ -67,7 +68,7 @@ class Record:
 
     @classmethod
     def read(cls, folder: Path, device: str) -> Record:
-        """The one in `folder`, if it is of this device and this torch; an empty one otherwise."""
+        """The record in `folder` if it is of this device and torch version, else an empty one."""
         record = cls(device)
         with contextlib.suppress(OSError, ValueError):
             earlier = json.loads((folder / "gpu.json").read_text(encoding="utf-8"))
@@ -76,7 +77,7 @@ class Record:
         return record
 
     def forget(self, name: str) -> None:
-        """What was found earlier of a test file (by its name), a command or a part."""
+        """Remove earlier results of `name`: a test file, `command NAME`, or a part."""
         for what in (self.tests, self.commands, self.found, self.took):
             what.pop(name.removeprefix("command "), None)
         for failed in [one for one in self.failures if one.startswith((f"test {name}::", name))]:
@@ -84,21 +85,21 @@ class Record:
         self.left_out = [one for one in self.left_out if one != name]
 
     def write(self, folder: Path) -> None:
-        """To gpu.json and gpu.md."""
+        """Write gpu.json and gpu.md to `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "gpu.json").write_text(json.dumps(vars(self), indent=2) + "\n", encoding="utf-8")
         try:
             text = as_text(self)
-        except Exception as error:  # figures that nobody expected: they are in gpu.json
+        except Exception as error:  # unexpected values, which can be read in gpu.json
             text = f"{self.device}: the text could not be made: {type(error).__name__}: {error}\n"
         (folder / "gpu.md").write_text(text, encoding="utf-8")
 
 
-# ------------------------------------------------------------------------------------ what is run
+# ---------------------------------------------------------------------------------------- running
 
 
 def run(command: Sequence[str], seconds: float, env: dict[str, str]) -> tuple[int | None, str]:
-    """The exit status of a command, and what it printed. None: it was killed after so many seconds."""
+    """Run a command; return its exit status (None: killed after `seconds`) and its output."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=output, env=env, cwd=ROOT, start_new_session=True
@@ -113,7 +114,7 @@ def run(command: Sequence[str], seconds: float, env: dict[str, str]) -> tuple[in
 
 
 def kill(process: subprocess.Popen[Any]) -> None:
-    """With whatever it has started."""
+    """Kill `process` and its process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -122,7 +123,7 @@ def kill(process: subprocess.Popen[Any]) -> None:
 def run_tests(
     record: Record, until: float, env: dict[str, str], words: Sequence[str] | None
 ) -> None:
-    """The tests marked `gpu`, file by file."""
+    """Run the tests marked `gpu`, file by file."""
     until = min(until, time.monotonic() + TESTS_SECONDS)
     for file in sorted(TESTS.glob("test_*.py")):
         if not _is_wanted(file.name, words):
@@ -134,7 +135,7 @@ def run_tests(
             continue
         options = ["-m", "gpu", "-v", "--tb=short", "-p", "no:cacheprovider", str(file)]
         seconds = min(FILE_SECONDS, left)
-        wide = {**env, "COLUMNS": "400"}  # or reasons of failures are cut off
+        wide = {**env, "COLUMNS": "400"}  # a narrow terminal truncates the reasons of failures
         status, output = run([sys.executable, "-m", "pytest", *options], seconds, wide)
         print(output, flush=True)
         record.tests[file.name] = closing_line(status, output, seconds)
@@ -143,7 +144,7 @@ def run_tests(
 
 
 def closing_line(status: int | None, output: str, seconds: float) -> str:
-    """What became of a file of tests."""
+    """One-line result of a test file: the summary line of pytest, or how the process ended."""
     lines = output.strip().splitlines() or ["no output"]
     passed = sum(" PASSED" in line for line in lines)
     if status is None:
@@ -155,7 +156,7 @@ def closing_line(status: int | None, output: str, seconds: float) -> str:
 
 
 def failed_tests(output: str) -> Iterator[tuple[str, str]]:
-    """Names of those that failed, and why, from the summary of pytest."""
+    """Names of failed tests and the reasons, from the summary of pytest."""
     for line in output.splitlines():
         if match := re.match(r"(?:FAILED|ERROR) (\S*::.*)", line):
             name, _, reason = match[1].partition(" - ")
@@ -165,7 +166,7 @@ def failed_tests(output: str) -> Iterator[tuple[str, str]]:
 def run_commands(
     record: Record, until: float, env: dict[str, str], words: Sequence[str] | None
 ) -> None:
-    """The command line, from a look at the machine to exported weights."""
+    """Run the commands of anybatch, from `doctor` to `export` and a reproducible run."""
     with tempfile.TemporaryDirectory() as folder:
         run_folder = f"{folder}/run"
         training = "digits --global-batch 512 --micro-batch 128 -s epochs=4 --out"
@@ -212,7 +213,7 @@ def run_parts(
     folder: Path,
     command: Sequence[str] = MEASURE,
 ) -> None:
-    """What `gpu_parts` measures; what could not be begun in time is left out."""
+    """Run the measurements of `gpu_parts`. Parts that could not start in time are left out."""
     left = list(names)
     while left and time.monotonic() < until:
         for name, result in measured(tuple(left), until, env, command):
@@ -235,8 +236,8 @@ def run_parts(
 def measured(
     names: Sequence[str], until: float, env: dict[str, str], command: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The parts of these names in one process, as far as it comes: each with what was found, or how it
-    failed. At least one, if any was begun or the process has ended."""
+    """Run the parts `names` in one process, and yield the name and result of each: the measurements, or
+    the failure, after which it stops. Yields at least one result."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         process = subprocess.Popen(
             [*command, *names],
@@ -278,7 +279,7 @@ def _read(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | None]) 
 
 
 def _next(lines: queue.SimpleQueue[str | None], seconds: float) -> dict[str, Any] | None:
-    """What is told of a part; None: the process has ended; empty: it took longer."""
+    """The result of the next part. None: the process has ended; empty: timeout."""
     until = time.monotonic() + seconds
     while True:
         try:
@@ -299,7 +300,7 @@ def _ending(process: subprocess.Popen[str], errors: Any) -> str:
     return f"the process ended with status {status}: {last[0]}"
 
 
-# ------------------------------------------------------------------------------------- what is told
+# -------------------------------------------------------------------------------------- reporting
 
 
 def as_text(record: Record) -> str:
@@ -387,7 +388,7 @@ def _of_cells(cells: list[dict[str, Any]]) -> list[str]:
 
 
 def _summary(name: str, pairs: Sequence[tuple[float | None, float | None]]) -> list[str]:
-    """How near predictions are, of (predicted, measured)."""
+    """Summary of prediction errors; `pairs` are (predicted, measured)."""
     errors = [told / found - 1 for told, found in pairs if told and found]
     if not errors:
         return []
@@ -461,7 +462,7 @@ def _of_choice(name: str, found: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Run all of it. The exit status: 0, 1 if anything failed, 2 without a GPU."""
+    """Run everything. Returns the exit status: 0, 1 if anything failed, 2 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder of the results")
     parser.add_argument(
@@ -476,7 +477,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("gpu-check needs a CUDA device, and torch sees none here.", file=sys.stderr)
         return 2
-    # In a process that ends: what this one held on the device would be taken for the parts' own.
+    # In a separate process: device memory of this one would be attributed to the parts.
     name = "import torch; print(torch.cuda.get_device_name(0))"
     status, told = run([sys.executable, "-c", name], COMMAND_SECONDS, dict(os.environ))
     device = told.strip().splitlines()[-1] if status == 0 and told.strip() else "CUDA"

@@ -1,10 +1,11 @@
-"""What `benchmarks.gpu_check` measures on a GPU, part by part. In a process of its own:
+"""The measurements of `benchmarks.gpu_check`, part by part. To run some of them in one process:
 
     python -m benchmarks.gpu_parts NAME ...
 
-Wants a cache folder of its own (`$XDG_CACHE_HOME`): what runs have taught is dropped before each part.
-Each part prints two lines that begin with `MARK`, as JSON: that it begins, and what was found, or a
-sentence about what failed. A failure ends the process, since CUDA may be of no use after it."""
+Needs a separate cache folder (`$XDG_CACHE_HOME`), since data learned from earlier runs is deleted
+before each part. Each part prints two lines of JSON after the prefix `MARK`: one when it starts, and
+one with the measurements or the error. A failure ends the process, since CUDA may be unusable after
+it."""
 
 from __future__ import annotations
 
@@ -30,13 +31,13 @@ from anybatch.process.files import cache_folder
 MARK = "@part "
 CELL = "cell: "
 CELL_STEPS = 9
-"""Of a cell: the first ones load kernels, and take 0.1 to 0.3 s on an H200."""
-LEFT_OUT = 10**9  # in place of "every so many steps": never
+"""Number of steps per cell. The first steps load kernels, which takes 0.1 to 0.3 s on an H200."""
+LEFT_OUT = 10**9  # a number of steps between measurements that means never
 
 
 def parts() -> dict[str, Callable[[], Any]]:
-    """Everything that is measured, by name, the most telling first: cells variant by variant, so that
-    every model has its turn before time is over."""
+    """All measurements by name, the most informative first. Cells are sorted by variant, so that every
+    model is measured before time runs out."""
     found: dict[str, Callable[[], Any]] = {
         "device": device,
         "vocabulary": vocabulary,
@@ -53,8 +54,8 @@ def parts() -> dict[str, Callable[[], Any]]:
 
 
 def device() -> dict[str, Any]:
-    """What the process holds beside tensors, against what is taken where no GPU is, and the speeds that
-    the data sheet has, against those of large operations."""
+    """Device memory of the process apart from tensors, with the value assumed if no GPU is present; and
+    speeds from the data sheet, with those measured in large operations."""
     from anybatch.process.cuda_driver import TYPICAL_CONTEXT_BYTES, context_bytes, process_bytes_on
 
     here = Machine.here(device="cuda").device
@@ -105,9 +106,9 @@ def _seconds(work: Callable[[], Any], rounds: int = 5) -> float:
 
 
 def vocabulary(rounds: int = 5) -> list[dict[str, Any]]:
-    """Bytes and seconds of the loss of 8,192 tokens over 256,000 words of width 2,304 in bfloat16
-    (Gemma 2's), forward and backward. The weight's gradient is 1.18 GB of it. The plain loss needs some
-    25 GB: nothing is measured where there are fewer than 40."""
+    """Extra memory and time of the loss, forward and backward, for 8,192 tokens, a vocabulary of
+    256,000 and width 2,304 in bfloat16 (as in Gemma 2). The weight's gradient is 1.18 GB of it. The
+    plain loss needs about 25 GB, so nothing is measured on a device with less than 40 GB."""
     if torch.cuda.get_device_properties(0).total_memory < 40e9:
         return []
     generator = torch.Generator("cuda").manual_seed(0)
@@ -139,8 +140,8 @@ def vocabulary(rounds: int = 5) -> list[dict[str, Any]]:
 
 
 def overhead(name: str = "gpt, tied", steps: int = 20, pieces: int = 4) -> dict[str, float]:
-    """Seconds of a step of `pieces` micro-batches: by a loop written by hand, by anybatch, and by
-    anybatch without the noise scale. Each reads its loss once per step."""
+    """Time of a step of `pieces` micro-batches, in seconds: in a hand-written loop, in anybatch, and in
+    anybatch without measuring the noise scale. Each reads the loss once per step."""
     from anybatch.data import schedule
 
     kind = KINDS[name]
@@ -190,8 +191,8 @@ def _by_anybatch(task: Any, plan: Any) -> float:
 
 
 def choice(name: str, steps: int = 8) -> dict[str, Any]:
-    """The plan that is made under a budget for all, and what it and others take, predicted and
-    measured, by micro-batch."""
+    """The plan chosen under `BUDGET`, and the predicted and measured step times of plans with this and
+    other micro-batch sizes."""
     kind = KINDS[name]
     task = replace(kind.task(name), steps=steps)
     chosen = ab.plan(task, memory=BUDGET)
@@ -208,8 +209,8 @@ def choice(name: str, steps: int = 8) -> dict[str, Any]:
 
 
 def host_memory(name: str = "gpt, tied", steps: int = 8) -> dict[str, Any]:
-    """Peak and seconds of a step: as it is, recomputed, and with what is kept for backward in host
-    memory."""
+    """Peak memory and time of a step, predicted and measured: with activations kept on the device,
+    recomputed, and kept in host memory."""
     kind = KINDS[name]
     task = replace(kind.task(name), steps=steps)
     ways = {"kept": "none", "recomputed": "all", "in host memory": ab.Recompute(to_host=True)}
@@ -228,8 +229,8 @@ def host_memory(name: str = "gpt, tied", steps: int = 8) -> dict[str, Any]:
 
 
 def cell(name: str, variant: str) -> dict[str, Any]:
-    """A cell of `benchmarks/memory` on this device, with what is predicted where it is not, and what
-    others tell."""
+    """A cell of `benchmarks/memory` on this device, with the predictions of a machine without it and
+    those of other estimators."""
     found = measure(name, variant, steps=CELL_STEPS)
     here = Machine.here(device="cuda")
     absent = replace(here, devices=(replace(here.device, present=False),))
@@ -243,7 +244,7 @@ def cell(name: str, variant: str) -> dict[str, Any]:
 
 
 def _tidy() -> None:
-    """As if nothing had been run: no memory held, and nothing learned from runs before."""
+    """Reset to the state before any run: release cached memory, and delete data learned from runs."""
     gc.collect()
     torch.cuda.empty_cache()
     for learned in cache_folder().glob("history-*"):
@@ -251,7 +252,7 @@ def _tidy() -> None:
 
 
 def main(names: Iterable[str]) -> None:
-    """Measure these parts, one after the other, until one fails."""
+    """Run the parts `names` in order, until one fails."""
     known = parts()
     for name in names:
         _tell(part=name)

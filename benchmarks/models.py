@@ -1,4 +1,4 @@
-"""Small tasks of different kinds, for checks of prediction against measurement."""
+"""Small tasks of different kinds, to compare predictions with measurements."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Decoder(nn.Module):
 
 
 def mlp(width: int, depth: int) -> nn.Module:
-    """A plain network of equal layers."""
+    """A multilayer perceptron with `depth` hidden layers of the same width."""
     layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(width, 10))
 
@@ -84,7 +84,7 @@ def token_loss(model: nn.Module, batch: list[torch.Tensor]) -> ab.Loss:
 
 
 def adamw(params: object) -> torch.optim.Optimizer:
-    """The optimizer of all of them."""
+    """The optimizer of all tasks."""
     return torch.optim.AdamW(params, lr=1e-3)  # pyright: ignore[reportArgumentType]
 
 

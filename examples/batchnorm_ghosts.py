@@ -1,10 +1,10 @@
-"""BatchNorm under accumulation: why ghost batches belong to the task.
+"""BatchNorm under gradient accumulation: why ghost batches are part of the task.
 
     python examples/batchnorm_ghosts.py
 
-BatchNorm looks across the samples of a forward pass. Plain accumulation therefore computes another
-gradient for every micro-batch. With ghost batches the global batch is always cut into the same groups,
-and the micro-batch holds a whole number of them.
+BatchNorm normalizes over all samples of a forward pass, so with plain accumulation the gradient
+depends on the micro-batch size. With ghost batches, the global batch is always divided into the same
+groups, and a micro-batch contains a whole number of them.
 """
 
 import torch
@@ -35,7 +35,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> ab.Loss:
 
 
 def plain(micro_batch: int) -> Tensor:
-    """The update of a loop that accumulates without ghost batches."""
+    """Returns the parameters after one step of a loop that accumulates without ghost batches."""
     torch.manual_seed(0)
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -46,7 +46,7 @@ def plain(micro_batch: int) -> Tensor:
 
 
 def exact(micro_batch: int) -> Tensor:
-    """The update of one global step with ghost batches of 32."""
+    """Returns the parameters after one global step with ghost batches of 32."""
     task = ab.Task(
         model=build,
         loss=loss,

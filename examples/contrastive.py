@@ -1,9 +1,9 @@
-"""A contrastive loss over a global batch that the memory does not hold: which two halves of a digit
+"""A contrastive loss over a global batch that does not fit in memory: which two halves of a digit
 belong together?
 
-A loss that compares every sample with every other is no sum over micro-batches, so accumulating its
-gradient by hand learns something else: from the few candidates of each pass, not from all 512. Given in
-two parts, what is computed of each sample and what is compared, it is exact however the step is cut.
+A loss that compares every sample with every other is not a sum over micro-batches, so plain gradient
+accumulation optimizes a different loss, with the few candidates of each pass instead of all 512. Split
+into an encoding of each sample and a comparison, the loss is exact for any division into micro-batches.
 
     python examples/contrastive.py
 """
@@ -20,7 +20,7 @@ import anybatch as ab
 
 
 class Halves(nn.Module):
-    """Upper and lower halves of an image, encoded apart."""
+    """Separate encoders for the upper and lower halves of an image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,13 +28,13 @@ class Halves(nn.Module):
         self.scale = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """images [N, 1, 8, 8] to two [N, 32], of length one."""
+        """Encodes images [N, 1, 8, 8] as two tensors [N, 32] with rows of norm 1."""
         above, below = images.chunk(2, dim=2)
         return F.normalize(self.upper(above), dim=1), F.normalize(self.lower(below), dim=1)
 
 
 def encoder() -> nn.Module:
-    """[N, 1, 4, 8] to [N, 32]."""
+    """Builds a network from [N, 1, 4, 8] to [N, 32]."""
     return nn.Sequential(
         nn.Conv2d(1, 64, 3, padding=1),
         nn.ReLU(),
@@ -46,12 +46,12 @@ def encoder() -> nn.Module:
 
 
 def encode(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """One row for each sample."""
+    """Encodes each sample as one row."""
     return model(batch[0])
 
 
 def compare(model: nn.Module, encoded: tuple[torch.Tensor, torch.Tensor]) -> ab.Loss:
-    """Each upper half against every lower one of the global batch, and the other way round."""
+    """Compares each upper half with every lower half of the global batch, and vice versa."""
     above, below = encoded
     scores = model.scale.exp() * above @ below.T
     own = torch.arange(len(scores), device=scores.device)
@@ -63,7 +63,7 @@ def compare(model: nn.Module, encoded: tuple[torch.Tensor, torch.Tensor]) -> ab.
 
 
 def task() -> ab.Task:
-    """The digits of scikit-learn, 1,437 to learn from."""
+    """Returns a task on the digits of scikit-learn, with 1,437 training samples."""
     images = torch.tensor(load_digits().images, dtype=torch.float32)[:, None] / 16
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     images = images[order]

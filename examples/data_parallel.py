@@ -2,9 +2,9 @@
 
     python examples/data_parallel.py
 
-Outputs and loss stay on the device where they are made, so the first one needs no more memory than the
-others. The loss is the exact mean over the whole batch: here a third of the labels is ignored, and not
-evenly over the devices. Without several GPUs the CPU stands for three devices.
+Outputs and losses stay on the device that computes them, so the first device needs no more memory than
+the others. The loss is the exact mean over the whole batch: here a third of the labels is ignored,
+unevenly across the devices. Without several GPUs, the CPU is used as three devices.
 """
 
 import torch
@@ -41,8 +41,8 @@ def gradient(model: nn.Module, loss: Tensor) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-# The gradient is that of the plain model, also where one device takes more than another, and where the
-# mean of the devices' means is not the mean of the batch.
+# The gradient equals that of the plain model, even if one device gets more samples than another, and if
+# the mean of the per-device means is not the mean of the batch.
 plain = build()
 expected = gradient(plain, F.cross_entropy(plain(inputs), labels))
 model = DataParallelModel(build(), devices, shares=[2.0] + [1.0] * (len(devices) - 1))
@@ -59,7 +59,7 @@ for name, ours in (("DataParallelCriterion", found), ("mean of the devices' mean
     distance = float((ours - expected).norm() / expected.norm())
     print(f"{name}: gradient {distance:.0e} from that of the plain model")
 
-# Training and evaluation, with a last batch that does not divide evenly.
+# Training and evaluation, with a last batch that is not evenly divisible.
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for epoch in range(3):
     for batch in torch.randperm(len(inputs), device=home).split(128):
@@ -72,9 +72,9 @@ for epoch in range(3):
     counted = labels.cpu() >= 0
     print(f"epoch {epoch}: {float(right[counted].double().mean()):.0%} right")
 
-# Weights go to and from plain modules: no "module." before the names.
+# State dicts are compatible with plain modules: names have no "module." prefix.
 plain.load_state_dict(model.state_dict())
 
-# Where the output must be whole on the first device, that device can take fewer samples.
+# If the first device must gather the whole output, it can get fewer samples.
 balanced = BalancedDataParallel(100, plain, devices=devices)
 print(f"balanced: {balanced.sizes(1000)} samples, output {tuple(balanced(inputs).shape)}")

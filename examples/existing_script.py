@@ -1,9 +1,9 @@
-"""Five lines around an existing training loop: the lines marked with an arrow.
+"""An existing training loop with five lines for anybatch, marked with an arrow.
 
     python examples/existing_script.py
 
-Model, optimizer, data and loop stay those of the script. The loader gives batches of 8192 samples,
-of which the memory holds a part at a time.
+The script keeps its model, optimizer, data and loop. The loader returns batches of 8192 samples, which
+are processed in micro-batches that fit in memory.
 """
 
 import torch

@@ -2,12 +2,12 @@
 
     python examples/finetune_lora.py
 
-The model is small and made from its configuration, so nothing is downloaded; weights of yours are
-read with `AutoModelForCausalLM.from_pretrained(FOLDER, local_files_only=True)`. It is first taught to
-go up the alphabet, and saved. Then it is kept as it is, and adapters teach it to go down. Only these
-are trained, have gradients and optimizer states, and are written.
+The model is small and built from a configuration, so nothing is downloaded; to load your own weights,
+use `AutoModelForCausalLM.from_pretrained(FOLDER, local_files_only=True)`. The model is first trained
+to go up the alphabet, and saved. Then its weights are frozen, and adapters are trained to go down.
+Only the adapters have gradients and optimizer states, and only they are saved.
 
-What it writes can be given to `anybatch train finetune`, too; see the guide.
+The files that this script writes can also be used with `anybatch train finetune`; see the guide.
 """
 
 import json
@@ -35,7 +35,7 @@ IGNORED = -100
 
 
 def new_tokenizer() -> Any:
-    """A token for each byte, and one for the end of a text: 257."""
+    """Creates a tokenizer with 257 tokens: one for each byte, and one for the end of a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -44,7 +44,8 @@ def new_tokenizer() -> Any:
 
 
 def walks(direction: int) -> list[tuple[str, str]]:
-    """Two letters, such as `ad`, and those that follow at the same distance: `gjmpsvyBEHKNQTWZ`."""
+    """Pairs of two letters, such as `ad`, and the letters that continue them at the same distance:
+    `gjmpsvyBEHKNQTWZ`."""
     pairs = []
     for stride in range(1, 7):
         for start in range(len(LETTERS) - 2 * stride):
@@ -55,7 +56,7 @@ def walks(direction: int) -> list[tuple[str, str]]:
 
 
 def encoded(tokenizer: Any, pairs: list[tuple[str, str]]) -> list[dict[str, list[int]]]:
-    """Tokens, and labels that count in what is to be written. The model moves them by one itself."""
+    """Tokens and labels of each pair; prompt tokens are ignored. The model shifts the labels by one."""
     samples = []
     for begin, rest in pairs:
         prompt = tokenizer(begin)["input_ids"]
@@ -103,7 +104,7 @@ def trained_base() -> nn.Module:
 
 
 def with_adapters() -> nn.Module:
-    """The model that was saved, frozen, with adapters of rank 8 on every linear layer but the head."""
+    """The saved model, frozen, with adapters of rank 8 on every linear layer except the head."""
     return get_peft_model(
         trained_base(),
         LoraConfig(r=8, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
@@ -134,6 +135,6 @@ if __name__ == "__main__":
     made = again.generate(**begin, max_new_tokens=20, do_sample=False)
     print(f"read again by peft, it writes {tokenizer.decode(made[0], skip_special_tokens=True)}")
 
-    with (FOLDER / "walks.jsonl").open("w") as file:  # as `anybatch train finetune` reads them
+    with (FOLDER / "walks.jsonl").open("w") as file:  # in the format of `anybatch train finetune`
         for prompt, completion in walks(-1):
             file.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")

@@ -1,9 +1,9 @@
-"""Images in folders: from files to a trained network, with nothing downloaded.
+"""Images in folders: from files to a trained network, without downloads.
 
     python examples/image_folders.py
 
-The handwritten digits of scikit-learn are written as PNG files, one folder per class, and the recipe
-`images` is trained on them as it would be on photographs:
+The handwritten digits of scikit-learn are saved as PNG files, one folder per class, and the recipe
+`images` is trained on them as on any other images:
 
     anybatch train images -s data=FOLDER -s pixels=16 -s flip=false
 """
@@ -20,7 +20,7 @@ from anybatch.recipes.images import images
 
 
 def write_digits(folder: Path, each: int) -> None:
-    """`each` images of every digit, as `FOLDER/DIGIT/NUMBER.png`."""
+    """Saves `each` images of every digit as `FOLDER/DIGIT/NUMBER.png`."""
     pixels, labels = load_digits(return_X_y=True)
     for digit in range(10):
         (folder / str(digit)).mkdir()
@@ -31,7 +31,7 @@ def write_digits(folder: Path, each: int) -> None:
 
 with tempfile.TemporaryDirectory() as folder:
     write_digits(Path(folder), each=40)
-    # A digit in the mirror is another sign, and half of one is none.
+    # A flipped digit is another sign, and half a digit is not recognizable.
     task = images(
         data=Path(folder), pixels=16, epochs=4, global_batch=32, flip=False, smallest_crop=0.6
     )

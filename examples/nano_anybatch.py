@@ -1,8 +1,8 @@
-"""anybatch in one file: what the package promises, as a program to read in a quarter of an hour.
+"""anybatch in one file: an executable specification of the package, to read in fifteen minutes.
 
     python examples/nano_anybatch.py
 
-One optimizer step over a *global batch* of any size is a transaction over micro-batches and ranks:
+An optimizer step over a *global batch* of any size is a transaction over micro-batches and ranks:
 
     declare   a task: model, loss, optimizer, data, global batch
     plan      the largest micro-batch whose measured memory fits a budget
@@ -10,8 +10,8 @@ One optimizer step over a *global batch* of any size is a transaction over micro
     vote      one all-reduce: did every rank succeed, and what are the totals?
     commit    divide by the total weight of the global batch, clip, update
 
-If memory runs out on a rank, all ranks drop what they staged and stage the step again, that rank with
-a smaller micro-batch. The tests hold the package to what this file does.
+If a rank runs out of memory, all ranks discard the staged step and stage it again, that rank with a
+smaller micro-batch. The tests check that the package gives the same results as this file.
 """
 
 import bisect
@@ -34,7 +34,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 @dataclass(frozen=True)
 class Task:
-    """What to train. All of it determines the result, and none of it depends on the hardware."""
+    """What to train. Every field affects the result, and none depends on the hardware."""
 
     model: Callable[[], nn.Module]
     loss: Callable[[nn.Module, Any], tuple[Tensor, Any]]  # (model, batch) -> sum, weight of the sum
@@ -48,7 +48,7 @@ class Task:
 
 
 def mix(*values: int) -> int:
-    """A 64-bit seed from whole numbers (splitmix64): neighboring steps get unrelated seeds."""
+    """Returns a 64-bit seed from integers (splitmix64): neighboring steps get unrelated seeds."""
     mask, state = (1 << 64) - 1, 0
     for value in values:
         state = (state ^ value) + 0x9E3779B97F4A7C15 & mask
@@ -59,7 +59,7 @@ def mix(*values: int) -> int:
 
 
 def global_batches(task: Task) -> Iterator[list[int]]:
-    """The samples of each step: a function of (seed, epoch, length) alone. The last may be fewer."""
+    """Yields the samples of each step, a function of (seed, epoch, length). The last can be fewer."""
     for epoch in range(task.epochs):
         generator = torch.Generator().manual_seed(mix(task.seed, epoch))
         order = torch.randperm(len(task.data), generator=generator)
@@ -67,11 +67,11 @@ def global_batches(task: Task) -> Iterator[list[int]]:
 
 
 class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that are made inside `with`, and their peak."""
+    """Measures the peak bytes of all tensors that are created inside `with`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.alive, self.peak = {}, 0  # bytes by storage, and most of their sum
+        self.alive, self.peak = {}, 0  # bytes by storage, and the largest sum
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -84,12 +84,12 @@ class PeakBytes(TorchDispatchMode):
 
 
 def plan(task: Task, budget_bytes: int) -> int:
-    """The largest micro-batch whose measured peak is within the budget, by bisection."""
+    """Returns the largest micro-batch whose measured peak is within the budget, by bisection."""
 
     def peak(size: int) -> float:
         with PeakBytes() as memory:
             trial = Trainer(task, size)
-            for index in range(2):  # the second step begins with the optimizer's states
+            for index in range(2):  # in the second step, optimizer states exist
                 trial.step(index, [0] * size)
         return memory.peak if trial.micro_batch == size else math.inf  # memory ran out
 
@@ -101,7 +101,7 @@ def plan(task: Task, budget_bytes: int) -> int:
 
 
 class Trainer:
-    """One rank: it takes its share of each global batch, in micro-batches of a size of its own."""
+    """One rank, which processes its share of each global batch in micro-batches of its own size."""
 
     def __init__(self, task: Task, micro_batch: int, shares: Sequence[float] = (1,)) -> None:
         self.task, self.micro_batch, self.shares = task, micro_batch, shares
@@ -114,7 +114,7 @@ class Trainer:
         self.losses: list[float] = []
 
     def step(self, index: int, samples: Sequence[int]) -> None:
-        """Commits global step `index` over `samples`, or raises and leaves no trace of it."""
+        """Commits global step `index` over `samples`, or raises and leaves the state unchanged."""
         while True:
             totals, error = self.stage(index, samples)
             out_of_memory, failed, loss, weight, *used = self.vote(totals, error)
@@ -127,29 +127,29 @@ class Trainer:
                 self.micro_batch = (self.micro_batch + 1) // 2
 
     def stage(self, index: int, samples: Sequence[int]) -> tuple[Tensor, Exception | None]:
-        """Adds up gradients and (loss, weight) over this rank's samples, until the end or an error."""
+        """Sums gradients and (loss, weight) over this rank's samples, until the end or an error."""
         self.buckets.begin()
-        self.before: list[Tensor] = []  # empty: forward has written no buffer yet
-        torch.manual_seed(mix(self.task.seed, index, self.rank))  # a redone step draws the same
+        self.before: list[Tensor] = []  # empty until forward can write buffers
+        torch.manual_seed(mix(self.task.seed, index, self.rank))  # a repeated step draws the same
         totals = torch.zeros(2, dtype=torch.float64)
         try:
             self.before = [buffer.clone() for buffer in self.model.buffers()]
             for part in (parts := self.micro_batches(len(samples))):
                 batch = default_collate([self.task.data[samples[i]] for i in part])
                 loss, weight = self.task.loss(self.model, batch)
-                self.buckets.is_last = part is parts[-1]  # then buckets leave during backward
+                self.buckets.is_last = part is parts[-1]  # then buckets are sent during backward
                 loss.backward()
                 totals += torch.tensor([loss.detach(), weight], dtype=torch.float64)
-            # Nothing may fail after the vote. So fail here if there is no room for Adam's update.
+            # Nothing may fail after the vote, so fail here if there is no memory for Adam's update.
             torch.empty(3 * sum(p.nbytes for p in self.params), dtype=torch.uint8)
         except Exception as error:
             return totals, error.with_traceback(None)  # it would keep the tensors of the pass alive
         return totals, None
 
     def vote(self, totals: Tensor, error: Exception | None) -> list[float]:
-        """Sums gradients and ballots over the ranks, whatever happened. Returns the sum of ballots."""
+        """Sums gradients and ballots over the ranks, even after an error. Returns the ballots' sum."""
         out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        out_of_memory |= "DefaultCPUAllocator" in str(error)  # the CPU raises a RuntimeError
+        out_of_memory |= "DefaultCPUAllocator" in str(error)  # RuntimeError on CPU
         out_of_memory &= self.micro_batch > 1 and self.task.ghost_batch is None  # can be smaller
         failed = error is not None and not out_of_memory
         used = [param in self.buckets.used for param in self.params]
@@ -160,27 +160,27 @@ class Trainer:
         return ballot.tolist()
 
     def commit(self, loss: float, weight: float, used: list[float]) -> None:
-        """The update that the global batch would give in one piece, the same on all ranks."""
+        """Applies the update of the undivided global batch, the same on all ranks."""
         for param, count in zip(self.params, used, strict=True):
-            # Without a gradient on any rank it is None: weight decay and momentum leave it alone.
+            # None without a gradient on any rank, so weight decay and momentum do not apply.
             param.grad = param.grad.div_(weight) if count else None
         if self.task.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.params, self.task.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         for buffer in self.model.buffers() if len(self.shares) > 1 else []:
-            dist.broadcast(buffer, 0)  # as DDP does; the package joins BatchNorm's exactly
+            dist.broadcast(buffer, 0)  # as in DDP; the package combines those of BatchNorm exactly
         self.losses.append(loss / weight)
 
     def micro_batches(self, total: int) -> list[range]:
-        """The passes of this rank: ranges that cover a contiguous part of the global batch.
+        """Returns the passes of this rank: ranges that cover a contiguous part of the global batch.
 
             global batch    0 1 2 3 4 5 6 7 8 9       total 10
             shares 2 : 3    |-------|-----------|     rank 0 and rank 1
             micro-batches   |-----|-|---|---|---|     of 3 on rank 0, of 2 on rank 1
 
-        With BatchNorm each pass is a ghost batch, since BatchNorm looks across the samples of a pass. A
-        last sample that would be alone, without a variance, joins the ghost batch before it.
+        With BatchNorm, each pass is a ghost batch, since BatchNorm normalizes over the samples of a
+        pass. A single last sample, which has no variance, is added to the previous ghost batch.
         """
         ghost, size = self.task.ghost_batch, self.micro_batch
         edges = [*range(0, total, ghost or 1), total]
@@ -193,7 +193,7 @@ class Trainer:
         return [range(i, min(i + size, stop)) for i in range(start, stop, size)]
 
     def put_back(self) -> None:
-        """Drops the attempt. Of what outlives a step, staging has written the buffers alone."""
+        """Discards the attempt. Of the state that outlives a step, staging changes only the buffers."""
         self.optimizer.zero_grad()
         for buffer, before in zip(self.model.buffers(), self.before, strict=False):
             buffer.copy_(before)
@@ -202,30 +202,30 @@ class Trainer:
 class Buckets:
     """Gradients in flat buffers that are summed over the ranks, in list order, in every attempt.
 
-    A rank that fails in backward has sent some buckets, and the other ranks wait for the rest. So it
-    sends the rest too, whatever they hold: no rank waits in vain, and the vote drops what came of it.
+    When a rank fails in backward, it has sent some buckets, and the other ranks wait for the rest. So
+    it sends the rest too, with any content: no rank blocks, and the vote discards the sums.
     """
 
     def __init__(self, params: list[nn.Parameter], is_alone: bool, size: int = 2) -> None:
         self.is_alone = is_alone
-        reverse = params[::-1]  # about the order in which backward reaches them
+        reverse = params[::-1]  # approximately the order of backward
         self.groups = [reverse[i : i + size] for i in range(0, len(reverse), size)]
         self.flats = [torch.cat([p.detach().flatten() for p in group]) for group in self.groups]
         for param in params:
             param.register_post_accumulate_grad_hook(self._accumulated)
 
     def begin(self) -> None:
-        """Begins an attempt: gradients are zero, and views of the buckets."""
+        """Starts an attempt: gradients are zero, and views of the buckets."""
         self.used: set[nn.Parameter] = set()  # parameters with a gradient from this rank
-        self.final: set[nn.Parameter] = set()  # those to which nothing will be added
-        self.works: list[Any] = []  # all-reduces under way, one per bucket that was sent
+        self.final: set[nn.Parameter] = set()  # parameters whose gradient is complete
+        self.works: list[Any] = []  # pending all-reduces, one per sent bucket
         for flat, group in zip(self.flats, self.groups, strict=True):
             views = flat.zero_().split([p.numel() for p in group])
             for param, view in zip(group, views, strict=True):
                 param.grad = view.view_as(param)
 
     def cross(self) -> None:
-        """Sends the buckets that are left, and waits for all sums."""
+        """Sends the remaining buckets, and waits for all sums."""
         self._send(len(self.flats))
         for work in self.works:
             work.wait()
@@ -242,7 +242,7 @@ class Buckets:
 
 
 def train(task: Task, micro_batch: int, shares: Sequence[float] = (1,)) -> Trainer:
-    """Trains `task` to its end. With several shares, all ranks of the process group call it."""
+    """Trains `task` to the end. With several shares, all ranks of the process group must call it."""
     with torch.random.fork_rng(devices=[]):
         trainer = Trainer(task, micro_batch, shares)
         for index, samples in enumerate(global_batches(task)):
@@ -251,7 +251,7 @@ def train(task: Task, micro_batch: int, shares: Sequence[float] = (1,)) -> Train
 
 
 class Network(nn.Sequential):
-    """For the demonstration: memory runs out in the middle of backward pass number `failing_pass`."""
+    """Demonstration model that runs out of memory in the middle of backward pass `failing_pass`."""
 
     def __init__(self, failing_pass: int = 0) -> None:
         super().__init__(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))

@@ -1,12 +1,12 @@
-"""A training loop of one's own on several ranks: the lines marked with an arrow.
+"""A custom training loop on several ranks; the lines for anybatch are marked with an arrow.
 
     python examples/own_loop_ddp.py
     torchrun --nproc-per-node 3 examples/own_loop_ddp.py
 
-The script joins the ranks, cuts the data and owns the loop, as under DistributedDataParallel, which is
-not there: `ab.Step` adds the gradients up. The global batch of 1000 samples is no multiple of 3 and
-the last one of an epoch is smaller; both are weighed exactly, so the losses that are printed are the
-same on any number of ranks.
+The script initializes the process group, divides the data and runs the loop, as it would with
+DistributedDataParallel, which is not used: `ab.Step` sums the gradients. The global batch of 1000
+samples is not a multiple of 3, and the last one of an epoch is smaller; both are weighted exactly, so
+the printed losses are the same on any number of ranks.
 """
 
 import os
@@ -46,6 +46,6 @@ with ab.Step(model, optimizer, loss, clip_norm=5.0) as step:  # <- was: Distribu
         if rank == 0:
             print(f"epoch {epoch}: loss {outcome.loss:.4f} over {outcome.weight:.0f} samples")
 
-ab.save_weights(model, "model.safetensors")  # <- rank 0 writes, under the names of the plain model
+ab.save_weights(model, "model.safetensors")  # <- rank 0 writes, with the names of the plain model
 if dist.is_initialized():
     dist.destroy_process_group()

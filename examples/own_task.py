@@ -1,11 +1,11 @@
-"""A task in a file of one's own.
+"""A task in a user's file.
 
     anybatch train examples/own_task.py --memory 24MiB
     anybatch plan examples/own_task.py --global-batch 4096
     anybatch recipes examples/own_task.py
 
-The command line calls the function `task`. Its arguments are set with `-s`, and their annotations say
-how the text is read: `-s width=128` passes the number 128.
+The command line calls the function `task`. Its arguments are set with `-s` and converted by their
+annotations: `-s width=128` passes the number 128.
 """
 
 import torch
@@ -16,7 +16,7 @@ import anybatch as ab
 
 
 def task(global_batch: int = 512, epochs: int = 4, width: int = 32, lr: float = 3e-3) -> ab.Task:
-    """Tell the number of bright corners in small noisy images.
+    """Count the bright corners of small noisy images.
 
     Args:
         global_batch: samples per optimizer step.
@@ -38,7 +38,7 @@ def task(global_batch: int = 512, epochs: int = 4, width: int = 32, lr: float = 
 
 
 def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> ab.Loss:
-    """The sum of the losses, how many there are, and the number of right answers."""
+    """Returns the sum of the losses, their number, and the number of correct predictions."""
     images, labels = batch
     logits = model(images)
     total = F.cross_entropy(logits, labels, reduction="sum")
@@ -47,7 +47,7 @@ def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> ab
 
 
 def build(width: int) -> torch.nn.Module:
-    """Images (B, 1, 12, 12) to logits (B, 5)."""
+    """Builds a network from images (B, 1, 12, 12) to logits (B, 5)."""
     return torch.nn.Sequential(
         torch.nn.Conv2d(1, width, 3, padding=1),
         torch.nn.ReLU(),
@@ -59,7 +59,7 @@ def build(width: int) -> torch.nn.Module:
 
 
 def corners(num_images: int, seed: int) -> TensorDataset:
-    """Images (1, 12, 12) with 0 to 4 bright corners, and their number."""
+    """Returns images (1, 12, 12) with 0 to 4 bright corners, labeled with the number of these."""
     generator = torch.Generator().manual_seed(seed)
     bright = torch.rand(num_images, 2, 2, generator=generator) < 0.5
     images = 0.3 * torch.randn(num_images, 1, 12, 12, generator=generator)

@@ -1,9 +1,9 @@
-"""Own the loop: `Session` does one global step each time the loop asks for the next.
+"""A custom training loop: `Session` runs one global step per iteration.
 
     python examples/own_the_loop.py
 
-The script decides when to evaluate, what to keep and when to stop; the step itself (cut, accumulate,
-divide, recover) stays that of the plan.
+The script decides when to evaluate, what to save and when to stop; the plan determines the step itself
+(division into micro-batches, accumulation, normalization, recovery).
 """
 
 import tempfile
@@ -17,7 +17,7 @@ import anybatch as ab
 
 
 def spirals(num_points: int, seed: int) -> TensorDataset:
-    """Points (2) on one of three noisy spirals, and the number of the spiral."""
+    """Returns points (2) on one of three noisy spirals, labeled with the number of the spiral."""
     generator = torch.Generator().manual_seed(seed)
     arm = torch.randint(3, (num_points,), generator=generator)
     radius = torch.rand(num_points, generator=generator) * 2 + 0.2
@@ -50,7 +50,7 @@ task = ab.Task(
     valid=spirals(600, seed=1),
     global_batch=1000,
     steps=200,
-    last="wrap",  # an epoch may end inside a step
+    last="wrap",  # an epoch can end within a step
     evaluate_every=10**9,  # the loop below evaluates
     name="spirals",
 )

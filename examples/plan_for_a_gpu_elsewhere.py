@@ -1,9 +1,9 @@
-"""Plan for a GPU that is not here: the model is traced on fake tensors, and no weight is allocated.
+"""Planning for an absent GPU: the model is traced with fake tensors, and no weight is allocated.
 
     python examples/plan_for_a_gpu_elsewhere.py
 
-The peak is a first model for a device that is absent: CPU tensors stand for its own, and the
-allocator's rounding and a constant for context and libraries are added.
+The peak memory is an estimate for a device that is not present: CPU tensors are used in place of the
+device's, and the allocator's rounding and a constant for context and libraries are added.
 """
 
 import torch
@@ -16,7 +16,7 @@ LAYERS, WIDTH, TOKENS, VOCABULARY = 6, 768, 512, 32_000
 
 
 class Sentences(torch.utils.data.Dataset[Tensor]):
-    """Stands for the real data: planning reads two samples and looks at their shapes."""
+    """Placeholder for the real data: planning reads two samples and uses only their shapes."""
 
     def __len__(self) -> int:
         return 1_000_000
@@ -26,7 +26,7 @@ class Sentences(torch.utils.data.Dataset[Tensor]):
 
 
 class Language(nn.Module):
-    """Tokens (B, T) to logits (B, T, VOCABULARY)."""
+    """Language model from tokens (B, T) to logits (B, T, VOCABULARY)."""
 
     def __init__(self) -> None:
         super().__init__()

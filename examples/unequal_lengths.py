@@ -1,13 +1,13 @@
-"""Sequences of unequal length: padded in `collate`, ignored in the loss, weighed by real tokens.
+"""Sequences of unequal length: padded in `collate`, and weighted by real tokens in the loss.
 
     python examples/unequal_lengths.py
 
-Every micro-batch holds another number of real tokens, so the mean of their means is not the mean over
+Micro-batches have different numbers of real tokens, so the mean of their means is not the mean over
 the tokens of the global batch. The loss below returns the sum over the real tokens and their number;
-the update divides once, by the number of the whole global batch. The last lines print both values.
+the update divides once, by the number in the whole global batch. The last lines print both values.
 
-`lengths` tells how long each sequence is: micro-batches are cut by padded size, the plan's 10 counting
-sequences of the longest length, and more of the short ones take their place.
+`lengths` gives the length of each sequence. Micro-batches are limited by padded size: the plan's 10
+refers to sequences of the longest length, and micro-batches of shorter sequences contain more of them.
 """
 
 import torch
@@ -20,7 +20,7 @@ VOCABULARY, PAD, IGNORED = 32, 0, -100
 
 
 class Counting(torch.utils.data.Dataset[Tensor]):
-    """Sequences of 4 to 40 tokens that count upwards by a step of their own."""
+    """Sequences of 4 to 40 tokens that count upwards, each by its own step."""
 
     def __len__(self) -> int:
         return 2000
@@ -33,14 +33,14 @@ class Counting(torch.utils.data.Dataset[Tensor]):
 
 
 def collate(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Inputs (B, T) padded with PAD, and the next tokens (B, T) padded with IGNORED."""
+    """Returns inputs (B, T) padded with PAD, and the next tokens (B, T) padded with IGNORED."""
     inputs = nn.utils.rnn.pad_sequence([s[:-1] for s in samples], True, PAD)
     targets = nn.utils.rnn.pad_sequence([s[1:] for s in samples], True, IGNORED)
     return inputs, targets
 
 
 class Model(nn.Module):
-    """Tokens (B, T) to logits (B, T, VOCABULARY), from each token and the one before it."""
+    """Tokens (B, T) to logits (B, T, VOCABULARY), computed from each token and the previous one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Bytes and seconds: parsing of the forms that people write, and formatting for display.
+"""Bytes, seconds and counts: parsing of user input, and formatting for display.
 
 Sizes follow the standard prefixes: KiB, MiB, GiB, TiB are powers of 1024; kB, MB, GB, TB are powers of
 1000. A bare K, M, G or T means the power of 1024, as in tools that report device memory.

@@ -1,7 +1,7 @@
 """Catalogue: vendor specifications of devices that need not be present.
 
 rows     the devices: memory, rates, links, and the source documents
-names    lookup of the device that a person or a driver means
+names    lookup of a device by the name that a user or a driver gives
 """
 
 from anybatch.catalogue.names import find as find

@@ -1,7 +1,7 @@
-"""Names: lookup of the catalogue row that a person or a driver means.
+"""Names: lookup of a catalogue row by the name that a user or a driver gives.
 
-One letter more or less means another device (an L40 has half the rate of an L40S, a 4070 Ti is not a
-4070), so a name is a set of words, and only whole words match.
+A single letter can distinguish two devices (an L40 has half the rate of an L40S, a 4070 Ti is not a
+4070), so a name is treated as a set of words, and only whole words match.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from string import ascii_lowercase
 from anybatch.catalogue.rows import MODELS, Model
 from anybatch.errors import InputError
 
-# Vendors, brands, memory types and module types: words that do not distinguish devices.
+# Words that do not distinguish devices: vendors, brands, memory types and module types.
 _SAYS_NOTHING = re.compile(
     r"nvidia|geforce|tesla|rtx|amd|instinct|radeon|rx|sxm\d?|hbm\d?e?|oam|ac"
     r"|blackwell|workstation|edition|generation"
@@ -23,8 +23,8 @@ _SHOWN = 6
 
 
 def find(name: str) -> Model:
-    """The device called `name`, in any common spelling: `h100-80gb`, `H100 80GB`, `RTX 4090`, `4090`.
-    The memory size and other words may be omitted if the rest identifies a single device.
+    """Returns the device called `name`, in any common spelling: `h100-80gb`, `H100 80GB`, `RTX 4090`,
+    `4090`. The memory size and other words may be omitted if the rest identifies a single device.
 
     Raises `InputError`, listing the closest names, if no device or more than one matches.
     """
@@ -48,16 +48,16 @@ def find(name: str) -> Model:
 
 
 def knows(name: str) -> bool:
-    """Whether `name` matches one or more devices in the catalogue."""
+    """Returns whether `name` matches one or more devices in the catalogue."""
     return bool(_meant(name))
 
 
 def recognise(reported: str, total_bytes: int) -> Model | None:
-    """The device that a driver reports as `reported` (`"NVIDIA A100-SXM4-80GB"`), or None. Words that
-    are not in the row's name, such as those of a laptop GPU or of a partition (MIG), mean another
-    device.
+    """Returns the device that a driver reports as `reported` (`"NVIDIA A100-SXM4-80GB"`), or None. A
+    row does not match if `reported` has words that the row lacks, such as those of a laptop GPU or of
+    a partition (MIG).
 
-    Of several that differ in memory, returns the one whose memory is closest to `total_bytes`.
+    If several rows differ only in memory, returns the one whose memory is closest to `total_bytes`.
     """
     words = _without_size(_words(reported))
     alike = [model for model in MODELS.values() if _without_size(_words(model.name)) == words]
@@ -67,7 +67,8 @@ def recognise(reported: str, total_bytes: int) -> Model | None:
 
 
 def _meant(name: str) -> list[str]:
-    """The rows with exactly these words; or else these and a size; or else these and any others."""
+    """Rows with exactly these words; if there are none, rows with these words and a size; if there are
+    none, rows with these words and any others."""
     words = _words(name)
     if not _without_size(words):
         return []  # a size alone is not a name

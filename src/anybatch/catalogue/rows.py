@@ -1,8 +1,8 @@
 """Rows: one per device, with the source of its figures.
 
-Figures are from data sheets, product pages and architecture papers: matrix rates without sparsity, and
-for half precision with float32 accumulation, as torch computes. They are upper bounds; `estimate`
-defines how they are used.
+Figures are from data sheets, product pages and architecture papers. Matrix rates are without sparsity;
+those for half precision are with float32 accumulation, as torch computes. All figures are upper bounds;
+`estimate` defines how they are used.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Model:
 
     @property
     def usable_bytes(self) -> int:
-        """Memory available to a program, without what the driver and error correction use."""
+        """Memory available to a program, excluding what the driver and error correction use."""
         kept = (1 - _KEPT_BY_DRIVER) * (1 - _KEPT_BY_ECC if self.inline_ecc else 1)
         return int(self.memory_gib * _GIB * kept)
 
@@ -120,9 +120,9 @@ def _card(
     ecc: bool = False,
 ) -> Model:
     """A row for a graphics card whose data sheet gives its cores and their clock: each core does one
-    multiply-add per cycle. The ratio of the tensor core rates to that is from the architecture's white
-    paper. With float32 accumulation, the rates of GeForce and of some data center cards are half of
-    those of the others (`full`)."""
+    multiply-add per cycle. The ratio of the tensor core rates to this rate is from the architecture's
+    white paper. With float32 accumulation, GeForce cards and some data center cards reach half the rate
+    of the others (`full`)."""
     fp32 = 2 * cores * boost_mhz * 1e-6
     tf32, half = (0, 4) if capability == _TURING else (1, 2)
     rates = fp32, (1 + full) * tf32 * fp32, (1 + full) * half * fp32
@@ -240,8 +240,8 @@ _ROWS = (
     _row("gh200-144gb", "GH200", 144, (67, 494.7, 989.4), 4900, _NVLINK4, "9.0",
          _sheet("NVIDIA GH200")),
     # B200 and GB200: from data sheets of whole systems, divided by the number of devices; earlier
-    # sheets of the B200 give 80 TFLOP/s, 192 GB and 8 TB/s. The Blackwell Ultra data sheet gives the
-    # figures of its two products per device: of the 288 GB of memory, 270 and 279 are usable.
+    # data sheets of the B200 give 80 TFLOP/s, 192 GB and 8 TB/s. The Blackwell Ultra data sheet gives
+    # per-device figures for its two products: of 288 GB of memory, 270 and 279 are usable.
     _row("b200", "B200", 180, (75, 1125, 2250), 7700, _NVLINK5, "10.0", _sheet("NVIDIA HGX B200")),
     _row("gb200", "GB200", 186, (80, 1250, 2500), 8000, _NVLINK5, "10.0",
          _sheet("NVIDIA GB200 NVL72")),
@@ -249,7 +249,7 @@ _ROWS = (
          _sheet("NVIDIA Blackwell Ultra")),
     _row("gb300", "GB300", 279, (80, 1250, 2500), 8000, _NVLINK5, "10.3",
          _sheet("NVIDIA Blackwell Ultra")),
-    # ROCm devices are also named cuda. torch sees an MI250X as two devices; this is one of them.
+    # ROCm devices are also of type cuda. torch sees an MI250X as two devices; this is one of them.
     _row("mi210", "Instinct MI210", 64, (45.3, 0, 181), 1638, ("Infinity Fabric", 150), "gfx90a",
          _sheet("AMD Instinct MI210")),
     _row("mi250x", "Instinct MI250X, one of its two dies", 64, (47.9, 0, 191.5), 1638,

@@ -1,7 +1,7 @@
-"""The command line: one file per command, each parses, calls and prints.
+"""The command line interface, one file per command. A command parses its options, calls the library
+and prints the result.
 
-Commands import what they need when they run, so `anybatch --help` answers at once and never loads
-torch.
+Commands import what they need when they run, so `anybatch --help` is fast and does not import torch.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ _GONE = {
     "--no-trial": "choices are tried in the rehearsal alone: give --no-rehearsal",
     "--compile-if-faster": "no run tries any more whether that is faster: give --compile, or nothing",
 }
-"""Options that there were, and what to use."""
+"""Removed options, and what to use instead."""
 
-# typer stands on click, or carries a copy of it, by version; this is the class of either.
+# typer depends on click or bundles a copy of it, depending on its version; this works for both.
 _UsageError: Any = typer.BadParameter.__base__
 
 
@@ -76,7 +76,7 @@ def _before_commands(
     version: bool = typer.Option(False, "--version", help="Show the version and exit."),
     local_rank: int | None = typer.Option(None, "--local-rank", "--local_rank", hidden=True),
 ) -> None:
-    # `python -m torch.distributed.launch` passes it, and sets LOCAL_RANK, which is what counts.
+    # `python -m torch.distributed.launch` passes --local-rank, and also sets LOCAL_RANK, which is used.
     if version:
         from importlib.metadata import version as version_of
 
@@ -85,15 +85,19 @@ def _before_commands(
 
 
 def main() -> None:
-    """Run the command line and exit: 0 done, 2 bad input, 3 no plan fits, 1 anything else."""
+    """Run the command line and exit with a status: 0 success, 2 invalid input, 3 no plan fits, 75
+    stopped on request, 130 interrupted (Ctrl-C), 1 any other failure."""
     libraries.stay()
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and return its exit status. Failures that a user can meet become one sentence
-    on standard error, with the lines of the user's own file where those raised; others keep their
-    traceback."""
+    """Run one command and return its exit status.
+
+    Expected failures are printed as one sentence on standard error; for an exception raised in the
+    task's own code, the part of the traceback in the user's files follows. Any other exception
+    propagates.
+    """
     try:
         result = _app(arguments, standalone_mode=False, prog_name="anybatch", obj=arguments)
     except AnybatchError as error:
@@ -104,16 +108,15 @@ def run(arguments: list[str]) -> int:
     except _UsageError as error:
         return _tell_usage(error)
     except (typer.Abort, KeyboardInterrupt):
-        exec(
-            ""
-        )  # forgets an interrupt that came within such a call: CPython would die of it at its end
+        # Clears an interrupt that CPython recorded in an earlier `exec` and would die of at exit.
+        exec("")
         return STOPPED_BY_HAND if _is_rank() else _tell(STOPPED, STOPPED_BY_HAND)
-    except BrokenPipeError:  # whoever read the output has gone (`anybatch plan ... | head`)
+    except BrokenPipeError:  # the reader of the output has exited (`anybatch plan ... | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1  # as rich, which meets it first where a table is printed
+        return 1  # same as rich, which handles this error itself while printing a table
     except MemoryError:
         if _is_rank():
-            raise  # its agent may start it again
+            raise  # the agent may restart this rank
         return _tell(_NO_MEMORY, 1)
     except Exception as error:
         from anybatch.recipes import own_traceback
@@ -122,24 +125,23 @@ def run(arguments: list[str]) -> int:
         if not trace and _is_memory_failure(error) and not _is_rank():
             return _tell(_NO_MEMORY, 1)
         if not trace:
-            raise  # a fault of anybatch
+            raise  # a bug in anybatch
         what = f"{type(error).__name__} was raised in the task's own code"
         return _tell(f"{what}: see the traceback below and correct the file.\n{trace}", 2)
-    if (
-        result == STOPPED_BY_HAND and not _is_rank()
-    ):  # so some versions of typer report the interrupt
+    # Some versions of typer return this status after an interrupt instead of raising.
+    if result == STOPPED_BY_HAND and not _is_rank():
         return _tell(STOPPED, STOPPED_BY_HAND)
     return result if isinstance(result, int) else 0
 
 
 def _is_news(error: AnybatchError) -> bool:
-    """Whether nobody else tells of `error`: where a rank was stopped, or has felt that another is lost,
-    the process that started it says what has happened, and whether ranks are started again."""
+    """Whether `error` must be reported here. If a rank was stopped or lost another rank, the process
+    that started it reports what happened and whether ranks are restarted."""
     return not (type(error) in (PeerLost, Stopped) and _is_rank())
 
 
 def _is_memory_failure(error: Exception) -> bool:
-    """Whether a library says in its own words that it was refused memory."""
+    """Whether `error` is an out-of-memory error raised by a library."""
     if "torch" not in sys.modules:
         return False
     from anybatch.oom import is_memory_error
@@ -148,7 +150,7 @@ def _is_memory_failure(error: Exception) -> bool:
 
 
 def _is_rank() -> bool:
-    """Whether this process was started by another one of anybatch."""
+    """Whether this process is a rank that another anybatch process started."""
     return MARK in os.environ
 
 
@@ -158,7 +160,8 @@ def _tell(sentence: str, status: int) -> int:
 
 
 def _tell_usage(error: Any) -> int:
-    """A word on the command line that cannot be read: what and where, and how to see what can be."""
+    """Report a command line that cannot be parsed: the fault, and the command whose --help to read.
+    Returns the exit status."""
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
         return error.exit_code
@@ -167,7 +170,7 @@ def _tell_usage(error: Any) -> int:
     option = getattr(error, "option_name", "")
     if option in _GONE:
         return _tell(f"there is no option {option} any more, since {_GONE[option]}.", 2)
-    # Where typer reads values with pydantic, its sentence leaves out the value.
+    # If typer validates values with pydantic, its message does not contain the value.
     faults = error.__cause__.errors() if hasattr(error.__cause__, "errors") else []
     if faults and repr(faults[0]["input"]) not in message:
         wanted = faults[0]["msg"].partition(",")[0].replace("Input should", "it should")

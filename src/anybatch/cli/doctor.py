@@ -1,4 +1,4 @@
-"""anybatch doctor"""
+"""The `anybatch doctor` command."""
 
 from __future__ import annotations
 

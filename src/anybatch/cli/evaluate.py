@@ -1,4 +1,4 @@
-"""anybatch evaluate"""
+"""The `anybatch evaluate` command."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def evaluate(
 
     with Progress(Console(stderr=True)) as progress:
 
-        def news(event: Event) -> None:  # its scores are printed below
+        def news(event: Event) -> None:  # `Evaluated` is not shown: its scores are printed below
             if not isinstance(event, Evaluated):
                 progress(event)
 
@@ -94,7 +94,7 @@ def evaluate(
 
 
 def _lines(found: Evaluation) -> list[tuple[str, str]]:
-    """What was found, as (what, how)."""
+    """The evaluation as rows of (label, text)."""
     from anybatch.report.sentences import counted, format_scores
     from anybatch.units import format_seconds
 
@@ -111,7 +111,7 @@ def _lines(found: Evaluation) -> list[tuple[str, str]]:
 
 
 def _told(found: Evaluation) -> dict[str, Any]:
-    """What was found, as plain data."""
+    """The evaluation as plain data."""
     plan = found.plan
     return {
         "run": str(found.run),

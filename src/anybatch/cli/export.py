@@ -1,4 +1,4 @@
-"""anybatch export"""
+"""The `anybatch export` command."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def export(
         from anybatch.runs.export import export as take_out
         from anybatch.units import format_bytes
 
-    form: Any = format  # what else it may be, is told there
+    form: Any = format  # checked in `take_out`, which names the valid values
     kind: Any = dtype
     done = take_out(
         run,

@@ -1,4 +1,4 @@
-"""anybatch memory"""
+"""The `anybatch memory` command."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def memory(
     where = machine_of(device, devices) or Machine.here()
     if options.memory is not None:
         where = where.with_budget(options.memory)
-    wishes = {**options.of_plan(), "memory": None}  # the machine has the budget
+    wishes = {**options.of_plan(), "memory": None}  # the budget is set in `where`
     subject = subject_of(loaded)
     notice = ""
     try:
         chosen = make_plan(loaded, where, **wishes)
-    except NoPlanFits as error:  # all the more reason to see where the bytes go
+    except NoPlanFits as error:  # the ledger shows why
         notice = str(error)
         wishes["micro_batch"] = smallest_micro_batch(subject)
         chosen = make_plan(loaded, where, **wishes)

@@ -1,4 +1,4 @@
-"""The options that several commands share, listed once, and what they mean together."""
+"""Options shared by several commands, and how they are parsed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def option(flag: str, help: str, metavar: str | None = None) -> Any:
-    """An option of a command, as metadata of its type. `metavar`: its value in the help."""
+    """A command-line option, for `Annotated`. `metavar`: placeholder for its value in the help."""
     return typer.Option(flag, metavar=metavar, help=help)
 
 
@@ -81,7 +81,7 @@ JsonFile: TypeAlias = Annotated[str | None, option("--json", _JSON_FILE, "[FILE]
 
 @dataclass(frozen=True)
 class PlanningOptions:
-    """The options of every command that makes a plan: `with_groups` gives them to it."""
+    """Planning options shared by `train`, `plan` and `memory`. `with_groups` adds them to a command."""
 
     global_batch: GlobalBatch = None
     memory: Memory = None
@@ -99,13 +99,12 @@ class PlanningOptions:
     settings: Settings = None
 
     def load(self, task: str) -> Task:
-        """The task of that name, see `load_task`."""
+        """Load the task named `task`, see `load_task`."""
         given = self.settings, self.global_batch, self.reproducible, self.grain
         return load_task(task, *given)
 
     def of_plan(self) -> dict[str, Any]:
-        """What a plan settles, by the names of `anybatch.plan`. Raises `InputError` for what is not
-        valid."""
+        """Keyword arguments of `anybatch.plan`. Raises `InputError` if one is invalid."""
         from anybatch.plans import parse_parallel, parse_sharding
 
         return {
@@ -121,8 +120,8 @@ class PlanningOptions:
 
 
 def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`command` with the fields of each parameter that is a dataclass as options of their own, since
-    typer knows no groups of options."""
+    """Return `command` with each dataclass parameter replaced by one option per field, since typer does
+    not support groups of options."""
     groups: dict[str, Any] = {}
     options: list[inspect.Parameter] = []
     signature = inspect.signature(command, eval_str=True)
@@ -153,13 +152,13 @@ def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
 STANDARD_OUTPUT = "-"
 
 _MEANT = {"--json": STANDARD_OUTPUT, "--tensorboard": ""}
-"""What is meant by an option that is the last word, or is followed by another one."""
+"""Values of options given without one: as the last word, or followed by another option."""
 
 
 @final
 class BareOptions(TyperCommand):
-    """A command whose `--json` may stand without a file, which is standard output then, as by `anybatch
-    plan --json`; and its `--tensorboard` without a folder, which is that of the run then."""
+    """A command whose `--json` and `--tensorboard` do not require a value. The default for `--json` is
+    standard output, as in `anybatch plan --json`; for `--tensorboard`, the folder of the run."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, list(_with_values(args)))
@@ -172,7 +171,7 @@ def _with_values(words: list[str]) -> Iterator[str]:
 
 
 def check_backend(name: str | None) -> None:
-    """Raises `InputError` if `name` is not the backend of torch.distributed that ranks use here."""
+    """Raises `InputError` if `name` is not the torch.distributed backend used on this machine."""
     import torch
 
     if name is None:
@@ -187,7 +186,7 @@ def check_backend(name: str | None) -> None:
 
 
 def machine_of(device: str | None, devices: int | None) -> Machine | None:
-    """What `--device` and `--devices` mean; None: this machine, as it is.
+    """The machine specified by `--device` and `--devices`; None if neither is given.
 
     Raises `InputError` if there is no such device.
     """
@@ -207,12 +206,15 @@ def load_task(
     reproducible: bool = False,
     grain: int | None = None,
 ) -> Task:
-    """The task named `name`. The global batch is passed to the task's function where that takes one,
-    since other settings (the learning rate, say) may follow from it: where steps differ in size, a mean
-    number of samples, of the larger end of a ramp. Else it is set in the task. That it is to be
-    `reproducible`, in such a `grain`, is set in the task.
+    """Load the task named `name`.
 
-    Raises `InputError` for anything that is not as it should be.
+    If the task's function has an argument `global_batch`, the global batch is passed to it, since other
+    settings (such as the learning rate) may depend on it. If steps differ in size, the function gets
+    the mean number of samples in a step (of the largest batch of a ramp), and the batch rule is set in
+    the task. If the function has no such argument, the global batch is only set in the task, as are
+    `reproducible` and `grain`.
+
+    Raises `InputError` if an argument is invalid.
     """
     from dataclasses import replace
 
@@ -230,7 +232,7 @@ def load_task(
 
 
 def settings_of(settings: Sequence[str] | None) -> dict[str, str]:
-    """What `-s` means, by name. Raises `InputError` for what is not of the form KEY=VALUE."""
+    """Parse `-s` options into a dict. Raises `InputError` if one is not of the form KEY=VALUE."""
     options: dict[str, str] = {}
     for setting in settings or ():
         key, equals, value = setting.partition("=")

@@ -1,4 +1,4 @@
-"""anybatch plan"""
+"""The `anybatch plan` command."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def plan(
         )
     member = find()
     if where is None and member is not None and member.rank > 0:
-        return  # all ranks have planned together, and one tells
+        return  # all ranks planned together, and only rank 0 prints
     if out is not None:
         chosen.save(out)
     if plot is not None:

@@ -1,4 +1,4 @@
-"""anybatch recipes"""
+"""The `anybatch recipes` command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""anybatch report"""
+"""The `anybatch report` command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""anybatch scale"""
+"""The `anybatch scale` command."""
 
 from __future__ import annotations
 

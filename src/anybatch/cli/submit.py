@@ -1,4 +1,4 @@
-"""anybatch submit"""
+"""The `anybatch submit` command."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def submit(
 
 
 def _check_lines(*values: str) -> None:
-    """Raises `InputError` for what would begin a line of its own in the batch script, which Slurm might
-    read as one of its directives."""
+    """Raises `InputError` if a value contains a line break or another control character: it could start
+    a new line in the batch script, which Slurm might parse as a directive."""
     from anybatch.errors import InputError
 
     for value in values:
@@ -104,8 +104,8 @@ def _check_lines(*values: str) -> None:
 
 
 def _check_task(task: str) -> None:
-    """Raises `InputError` for a task that the job would not find. What is in the file is not run: it
-    may need what only the machines of the job have."""
+    """Raises `InputError` if the job would not find the task. The task's file is not executed, since it
+    may depend on something that only the machines of the job have."""
     from anybatch.errors import InputError, listed
     from anybatch.recipes import names
 

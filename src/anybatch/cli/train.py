@@ -1,4 +1,4 @@
-"""anybatch train"""
+"""The `anybatch train` command."""
 
 from __future__ import annotations
 
@@ -185,23 +185,23 @@ def train(
     checked_ranks(ranks, options.parallel)
     keeping = Keeping(resume, checkpoint_every, keep, restarts, stall_seconds)
     keeping.check(out)
-    # Or it says why there can be no log.
+    # Raises an error if the log cannot be written.
     tensorboard_folder(tensorboard, out or Path("runs"), keeping.resumes)
     tracker = None if track is None else check_tracker(track)
     given = None if plan_file is None else Plan.load(plan_file)
     processes = num_processes(given, ranks, options.parallel)
     check_started(ranks, "--ranks")
     if find() is None and (processes > 1 or machines != 1):
-        # Or it says here, once, what is wrong with it.
+        # An error in the task is reported here, once.
         loaded, _ = with_norms(planning.load(task), norms)
         arguments = context.find_root().obj
         with contextlib.ExitStack() as stack:
-            if out is None:  # named here, since ranks that are started again must find it
+            if out is None:  # named here, so that restarted ranks find it
                 runs = Path("runs")
                 named = (
                     stack.enter_context(new_folder(runs, loaded.name))
                     if machines == 1
-                    else next_folder(runs, loaded.name)  # which other machines may name alike
+                    else next_folder(runs, loaded.name)  # other machines may choose the same name
                 )
                 arguments = [*arguments, "--out", str(named)]
             raise typer.Exit(
@@ -219,12 +219,12 @@ def train(
         loaded, _ = with_norms(planning.load(task), norms)
         if out is None and leads():
             out = stack.enter_context(new_folder(Path("runs"), loaded.name))
-        folder = Path(tell(str(out))[0])  # that of rank 0
+        folder = Path(tell(str(out))[0])  # the folder chosen by rank 0
         again = keeping.goes_on
         if leads():
             stack.enter_context(run_folder(folder, keeping.resumes, again))
         chosen = given or choose_plan(loaded, folder, keeping.resumes, ranks, options)
-        # Ranks that were started again go on under the plan that is to be read above.
+        # Restarted ranks continue with the plan that was already printed, unless it has changed.
         if not again or (leads() and chosen != last_plan(folder)):
             print_plan(console, chosen, why)
         with Progress(console) as progress:
@@ -240,7 +240,7 @@ def train(
                 keep=keep,
                 stall_seconds=stall_seconds,
                 tensorboard=tensorboard,
-                progress=False,  # here it is, on standard output
+                progress=False,  # `progress` is in `sinks`, and prints to standard output
                 sinks=sinks,
             )
         print_result(
@@ -255,7 +255,7 @@ def train(
 
 
 def _check_alone(options: PlanOptions) -> None:
-    """Raises `InputError` if one of `options` is given beside a plan, which has settled it."""
+    """Raises `InputError` if any of `options` is given together with a plan, which determines them."""
     from anybatch.errors import InputError
 
     given = [_as_given(name, value) for name, value in options.given().items()]
@@ -267,10 +267,10 @@ def _check_alone(options: PlanOptions) -> None:
 
 
 def _as_given(name: str, value: object) -> str:
-    """An option that a plan settles, as it stands on the command line."""
+    """An option that a plan determines, as written on the command line."""
     from anybatch.plans import Exchange, Sharding
 
-    if isinstance(value, Exchange):  # made of several options
+    if isinstance(value, Exchange):  # set by several options
         return f"an exchange ({value.describe()})"
     if isinstance(value, Sharding):
         return f"--shard-over {value.over}"

@@ -1,4 +1,4 @@
-"""anybatch verify"""
+"""The `anybatch verify` command."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _show(console: Console, verdict: Verdict) -> None:
 
 
 def _lengths(pieces: tuple[int, ...]) -> str:
-    """`2 micro-batches of 32 and one of 31`."""
+    """Description of the sizes of `pieces`: `2 micro-batches of 32 and one of 31`."""
     first, last = pieces[0], pieces[-1]
     if first == last:
         return f"{len(pieces)} micro-batch{'es' if len(pieces) > 1 else ''} of {first}"

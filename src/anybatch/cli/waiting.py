@@ -1,4 +1,4 @@
-"""Waiting: a line on standard error that says what is being done, where somebody watches."""
+"""Waiting: a status line on standard error, shown only on a terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 
 class Waiting:
-    """Shows what it was last called with, until it is left. Files and pipes get nothing."""
+    """Context manager that shows the text of its last call. Nothing is written to files and pipes."""
 
     def __init__(self, what: str, stream: TextIO | None = None) -> None:
         self._what = what
@@ -20,7 +20,7 @@ class Waiting:
         return self
 
     def __call__(self, now: str) -> None:
-        """From now on this is being done."""
+        """Show `now` as the current activity."""
         text = f"{self._what} {now}"
         self._write(text[: get_terminal_size().columns - 1].rstrip())
 
@@ -29,5 +29,5 @@ class Waiting:
 
     def _write(self, text: str) -> None:
         if self._shows:
-            self._stream.write(f"\r\x1b[K{text}")  # over what is there
+            self._stream.write(f"\r\x1b[K{text}")  # overwrites the current line
             self._stream.flush()

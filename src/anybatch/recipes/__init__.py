@@ -1,7 +1,7 @@
-"""Ready tasks on real data, and the way from a word on the command line to a `Task`.
+"""Recipes: predefined tasks on real data, and the resolution of a command-line argument to a `Task`.
 
-To list what there is must cost nothing, so importing this package loads neither torch nor the
-libraries of a recipe: `resolve` does, for the one that is asked for.
+Listing the recipes must be cheap, so importing this package loads neither torch nor the libraries of
+any recipe; `resolve` loads those of the requested recipe.
 """
 
 from __future__ import annotations

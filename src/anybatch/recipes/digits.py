@@ -1,9 +1,9 @@
 """Handwritten digits: a residual convolutional network on real images, trained in seconds.
 
-The smallest task on which everything that makes batch sizes difficult is there: BatchNorm, which
-looks across the batch; blocks that can be recomputed; a data set that no power of two divides; and
-a held-out accuracy that falls if a step is computed wrongly. The images come with scikit-learn, so
-it needs no network; with `data` it reads MNIST itself, or anything in MNIST's format.
+A small task with everything that makes large batches difficult: BatchNorm, which depends on the other
+samples of the batch; blocks that can be recomputed; a data set whose size no power of two divides; and
+a held-out accuracy that drops if a step is computed incorrectly. The images ship with scikit-learn, so
+no network access is needed; with `data`, the recipe reads MNIST or any data in its format.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from anybatch.recipes.schedules import scaled_lr, warmup_cosine
 from anybatch.task import Loss, Task
 
 REFERENCE_BATCH = 128
-LARGEST_LR = 1e-2  # the square-root rule is one for noisy gradients; a whole data set has no noise
+LARGEST_LR = 1e-2  # the square-root rule assumes noisy gradients; a full-data-set batch has no noise
 
 
 def digits(
@@ -43,22 +43,22 @@ def digits(
 ) -> Task:
     """Classify handwritten digits with a small residual network.
 
-    Without `data`: the 1797 images (8 x 8, one channel) of scikit-learn, 1437 to train on and 360
-    held out. With `data`: the training and test files of MNIST, whatever their size.
+    Without `data`, uses the 1797 images (8 x 8, one channel) of scikit-learn: 1437 for training, 360
+    held out. With `data`, uses training and test files in MNIST's format, with images of any size.
 
     Args:
-        global_batch: samples per optimizer step; above the size of the data set: all of them.
+        global_batch: samples per optimizer step; if larger than the data set, all samples.
         epochs: passes over the training images.
         data: folder with data in MNIST's IDX format.
-        lr: peak learning rate at a global batch of 128; see `scaled_lr` for others.
-        width: channels of the first block; doubled where the image is halved.
-        weight_decay: of AdamW, on weight matrices and kernels only.
-        dropout: probability to drop a feature before the last layer.
+        lr: peak learning rate at a global batch of 128; see `scaled_lr` for other batch sizes.
+        width: channels of the first block; doubled whenever the image size is halved.
+        weight_decay: weight decay of AdamW, applied to weight matrices and kernels only.
+        dropout: dropout probability before the last layer.
         ghost_batch: samples over which BatchNorm computes its statistics.
-        seed: of the order of samples, of initialisation and of dropout.
+        seed: random seed for the order of samples, initialization and dropout.
 
     Raises:
-        InputError: naming every option out of range, or what is wrong with the data.
+        InputError: if options are out of range (names all of them), or the data is invalid.
     """
     ranges = {
         "lr": (lr, ABOVE_ZERO),
@@ -69,7 +69,7 @@ def digits(
     check("digits", ranges)
     images = _scikit_learn() if data is None else _mnist(data)
     num_train, _, image_height, image_width = images.train_x.shape
-    batch = max(1, min(global_batch, num_train))  # below 1, the task says what is wrong
+    batch = max(1, min(global_batch, num_train))  # a value below 1 is reported by Task
     return Task(
         model=partial(
             build,
@@ -93,7 +93,7 @@ def digits(
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
-    """Cross-entropy of images (B, 1, H, W) float32 against labels (B) int64, and the accuracy."""
+    """Cross-entropy and accuracy, for images (B, 1, H, W) float32 and labels (B) int64."""
     images, labels = batch
     logits = model(images)
     correct = (logits.detach().argmax(dim=1) == labels).sum()
@@ -102,10 +102,10 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Parameter groups of AdamW: weight decay on weights of two dimensions or more. None on biases and
-    the scales of norms, which it would only pull towards switching a channel off; none on embeddings
-    (and a head that is one): decay shrinks every row in every step, but the row of a rare token is only
-    now and then in a gradient that holds against it."""
+    """Parameter groups for AdamW, with weight decay on weights of two or more dimensions. Biases and
+    norm scales are not decayed, since decay would only pull them towards disabling a channel.
+    Embeddings (and a head tied to one) are not decayed: decay shrinks every row in every step, while
+    the row of a rare token only occasionally gets a gradient that counteracts it."""
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
@@ -121,8 +121,8 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object
 
 
 class Residual(nn.Module):
-    """(B, in, H, W) -> (B, out, H/stride, W/stride): two convolutions around a shortcut (He et al.
-    (2016), "Deep residual learning", figure 2)."""
+    """Residual block of two convolutions with a shortcut: (B, in, H, W) -> (B, out, H/stride, W/stride)
+    (He et al. (2016), "Deep residual learning", figure 2)."""
 
     def __init__(self, num_in: int, num_out: int, stride: int) -> None:
         super().__init__()
@@ -142,12 +142,12 @@ class Residual(nn.Module):
 
 
 def build(image: tuple[int, int], num_classes: int, width: int, dropout: float) -> nn.Sequential:
-    """Images (B, 1, H, W) to logits (B, num_classes): named blocks in a row, so that each of them
-    can be recomputed by itself.
+    """Builds a network from images (B, 1, H, W) to logits (B, num_classes), as a sequence of named
+    blocks, each of which can be recomputed separately.
 
-    The image is halved until its shorter side is at most 4. Every BatchNorm stands before the head
-    and sees more than one value per channel even for a batch of one image, so that a global batch
-    of 1 trains too.
+    The image is halved until its shorter side is at most 4. Every BatchNorm comes before the head and
+    gets more than one value per channel even for a batch of one image, so a global batch of 1 can be
+    trained too.
     """
     blocks: dict[str, nn.Module] = {
         "stem": nn.Sequential(
@@ -173,7 +173,7 @@ def build(image: tuple[int, int], num_classes: int, width: int, dropout: float) 
 
 
 class _Images(NamedTuple):
-    """Images (N, 1, H, W) float32 in 0..1, labels (N) int64."""
+    """Images (N, 1, H, W) float32 in the range 0 to 1, and labels (N) int64."""
 
     train_x: Tensor
     train_y: Tensor
@@ -186,8 +186,8 @@ def _scikit_learn() -> _Images:
     pixels, labels = _arrays()
     x = torch.as_tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
     y = torch.as_tensor(labels, dtype=torch.int64)
-    # Every fifth image in the order of the labels: the same for everybody and for every seed, and
-    # each digit has its fifth held out.
+    # Hold out every fifth image in the order of the labels: the split is the same on every machine and
+    # for every seed, and a fifth of each digit is held out.
     by_label = y.argsort(stable=True)
     held_out = by_label[::5]
     kept = torch.ones(len(y), dtype=torch.bool).index_fill(0, held_out, False)
@@ -195,10 +195,10 @@ def _scikit_learn() -> _Images:
 
 
 def _arrays() -> tuple[NDArray[Any], NDArray[Any]]:
-    """What scikit-learn's `load_digits` returns: pixels of 0 to 16 (1797, 64), and the digits (1797).
+    """The arrays of scikit-learn's `load_digits`: pixels from 0 to 16 (1797, 64), and labels (1797).
 
-    From the file that it reads, since to import scikit-learn, and SciPy with it, takes each rank as
-    long as to import torch.
+    Read from scikit-learn's data file if possible, since importing scikit-learn, and with it SciPy,
+    takes each rank as long as importing torch.
     """
     package = find_spec("sklearn")
     places = package.submodule_search_locations if package is not None else None

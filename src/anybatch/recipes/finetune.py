@@ -1,9 +1,9 @@
-"""Fine-tuning: a language model or a classifier of transformers, from a folder, on data of one's own.
+"""Fine-tuning of a transformers language model or classifier, from a local folder, on the user's data.
 
-What stands in the way of the batch that one wants is memory for logits, for sequences of unequal
-length, and for the optimizer's state of weights that hardly move. So the loss never holds the logits
-(`anybatch.causal_lm_loss`), micro-batches are padded to their own longest sample, and with `lora_rank`
-only adapters are trained. Everything is read from folders; nothing is downloaded.
+The batch size is limited by the memory of the logits, of sequences of unequal length, and of optimizer
+states for weights that hardly change. So the loss never stores all logits (`anybatch.causal_lm_loss`),
+micro-batches are padded to their longest sample, and with `lora_rank` only adapters are trained. All
+files are read from folders; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from anybatch.recipes.text import TokenScore, perplexity, printable, steps_betwe
 from anybatch.task import Loss, Task
 
 LORA_LR, WHOLE_LR, RANDOM_LR = 2e-4, 2e-5, 1e-3
-"""Peak learning rates where none is given: of adapters, of weights that were trained, of random
-ones."""
+"""Default peak learning rates: for adapters, for all weights of a pretrained model, and for random
+weights."""
 
 LONGEST = 1024
-"""Tokens of a sample at most, unless more are asked for."""
+"""Default of `max_length`, if the model's limit is not lower."""
 
 TOKENS_TOLD = 100
-_FIRST_TOKENS = 8  # of a held-out text, which the model goes on from
+_FIRST_TOKENS = 8  # of a held-out text, used as the prompt
 
 
 def finetune(
@@ -83,43 +83,43 @@ def finetune(
     save: Path | None = None,
     seed: int = 0,
 ) -> Task:
-    """Fine-tune a causal language model or a classifier of Hugging Face's transformers.
+    """Fine-tune a causal language model or a classifier from Hugging Face's transformers.
 
-    The model is a folder as save_pretrained writes it; with a config.json alone it begins with random
-    weights. A row of data has a text, a prompt and its completion, or a text and its label. Nothing is
-    downloaded.
+    The model is read from a folder in the format of save_pretrained; with a config.json only, training
+    starts from random weights. A row of data has a text, a prompt and a completion, or a text and a
+    label. Nothing is downloaded.
 
     Args:
-        model: folder with config.json, and weights and tokenizer if there are any.
-        data: file (.jsonl, .json, .csv, .tsv, .txt) or folder of such files, or one that save_to_disk
-            of datasets wrote.
-        valid: the same, held out; without it a part of the data, one row in 16 where none is named so.
-        task: causal-lm or classification; what the columns of the data tell where it is not given.
+        model: folder with config.json and, optionally, weights and a tokenizer.
+        data: file (.jsonl, .json, .csv, .tsv, .txt), folder of such files, or folder written by
+            save_to_disk of datasets.
+        valid: held-out data, in the same formats. Default: a held-out part in data, such as a file
+            called valid, else one row in 16.
+        task: causal-lm or classification. Default: determined from the columns of the data.
         global_batch: samples per optimizer step.
         epochs: passes over the data.
         steps: optimizer steps, in place of epochs.
-        max_length: tokens of a sample at most, the rest is cut off; as many as the model takes, up to
-            1024, where it is not given.
-        lora_rank: of adapters, which are then all that is trained (needs peft); 0: all weights are.
-        lora_alpha: factor of the adapters, divided by their rank; twice the rank where it is not given.
-        lora_dropout: probability to drop a feature before an adapter.
+        max_length: maximum tokens per sample; longer samples are truncated. Default: the model's limit,
+            but at most 1024.
+        lora_rank: rank of the adapters, which are then the only trained weights (needs peft); 0 trains
+            all weights.
+        lora_alpha: scale of the adapters, divided by their rank. Default: twice the rank.
+        lora_dropout: dropout probability before an adapter.
         lora_targets: names of linear layers, separated by commas, or all-linear.
-        base: int8 or int4: how the frozen weights under adapters are held; in dtype where it is not
-            given.
-        dtype: of the weights as they are held. What is computed in is the precision of the plan.
-        lr: peak learning rate; 2e-4 for adapters, 2e-5 for all weights, 1e-3 for random ones, where it
-            is not given.
-        warmup: part of training in which the learning rate rises; then it falls to zero by a cosine.
-        weight_decay: of AdamW, on matrices but the embedding.
-        clip: largest norm of the gradient.
-        prompt: what the text that is shown at the end begins with; a held-out one where it is not
-            given.
-        save: folder to write the trained model to, as from_pretrained reads it; of adapters, these
-            alone.
-        seed: of the order of samples, of new weights and of dropout.
+        base: storage format of the frozen weights under adapters, int8 or int4. Default: dtype.
+        dtype: storage type of the weights. The compute type is the precision of the plan.
+        lr: peak learning rate. Default: 2e-4 for adapters, 2e-5 for all weights of a pretrained model,
+            1e-3 for random weights.
+        warmup: fraction of training in which the learning rate rises; then it decays to zero by a
+            cosine.
+        weight_decay: weight decay of AdamW, applied to matrices except the embedding.
+        clip: maximum norm of the gradient.
+        prompt: start of the text that is generated at the end. Default: the start of a held-out text.
+        save: folder to write the trained model to, for from_pretrained; with adapters, these only.
+        seed: random seed for the order of samples, new weights and dropout.
 
     Raises:
-        InputError: naming every option out of range, or what is wrong with model or data.
+        InputError: if options are out of range (names all of them), or the model or data is invalid.
     """
     names = [name for part in lora_targets.split(",") if (name := part.strip())]
     alpha = 2 * lora_rank if lora_alpha is None else lora_alpha
@@ -208,14 +208,14 @@ def finetune(
 
 
 def measured(model: nn.Module, batch: Sample) -> tuple[Tensor, ...]:
-    """Nats and number of tokens, for `TokenScore`; how many were right is not counted."""
+    """Returns nats, number of tokens, and 0 in place of the correct tokens, for `TokenScore`."""
     found = ab.causal_lm_loss(model, batch)
     weight = torch.as_tensor(found.weight)
     return found.sum, weight, torch.zeros_like(weight)
 
 
 def loss_of_classes(model: nn.Module, batch: Sample) -> Loss:
-    """Cross-entropy of logits `[batch, classes]` against labels `[batch]`, and the accuracy."""
+    """Cross-entropy and accuracy, for logits `[batch, classes]` and labels `[batch]`."""
     labels = batch["labels"]
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -225,13 +225,13 @@ def loss_of_classes(model: nn.Module, batch: Sample) -> Loss:
 
 
 def lengths(samples: Samples) -> list[int]:
-    """Tokens of each sample: what a padded micro-batch costs goes by the longest."""
+    """Returns the tokens of each sample; the longest determines the cost of a padded micro-batch."""
     return samples.lengths
 
 
 def _with_classes(source: Source, rows: Data) -> tuple[Source, list[str]]:
-    """The model with a head for the classes of the data, and their names; those of the model itself
-    where it is a classifier already."""
+    """Returns `source` configured with a head for the classes of the data, and the class names. If the
+    model is already a classifier, its own classes are used."""
     config = copy.deepcopy(source.config)
     if any("ForSequenceClassification" in name for name in config.architectures or ()):
         classes = [config.id2label[i] for i in range(config.num_labels)]
@@ -243,20 +243,21 @@ def _with_classes(source: Source, rows: Data) -> tuple[Source, list[str]]:
 
 
 def _configured(source: Source, tokenizer: Any) -> int:
-    """Lets the configuration know the special tokens. Returns the one that fills up what is shorter: it
-    is masked, so which one does not matter."""
+    """Sets the special tokens in the model's configuration. Returns the padding token. Padding is
+    masked, so the choice does not matter."""
     ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     pad = next(token for token in ids if token is not None)
-    if not source.has_weights:  # what it is saved with, to be read again
+    if not source.has_weights:  # saved with the model
         source.config.bos_token_id = tokenizer.bos_token_id
         source.config.eos_token_id = tokenizer.eos_token_id
     if source.config.pad_token_id is None:
-        source.config.pad_token_id = pad  # by which a decoder finds the last token of each row
+        source.config.pad_token_id = pad  # a decoder uses it to find the last token of each row
     return pad
 
 
 def _longest(wanted: int | None, source: Source, tokenizer: Any) -> int:
-    """Tokens of a sample at most. Raises `InputError` for more than the model takes."""
+    """Returns the maximum tokens per sample. Raises `InputError` if `wanted` is above the model's
+    limit."""
     limits = [num_positions(source.config), tokenizer.model_max_length]
     most = min((limit for limit in limits if limit is not None), default=1 << 62)
     if wanted is not None and wanted > most:
@@ -267,7 +268,7 @@ def _longest(wanted: int | None, source: Source, tokenizer: Any) -> int:
     return min(LONGEST, most) if wanted is None else wanted
 
 
-# ------------------------------------------------------------------------- what is told in the end
+# ----------------------------------------------------------------------------- report at the end
 
 
 def told(
@@ -279,8 +280,8 @@ def told(
     longest: int,
     save: Path | None,
 ) -> str:
-    """What was trained on what, and how a language model goes on from a prompt or one of the held-out
-    `samples`; writes the model to `save`, as from_pretrained reads it."""
+    """Returns a report: model, data and, for a language model, a text generated from the prompt or the
+    start of one of `samples`. Writes the model to `save`, for from_pretrained."""
     total = num_weights(model)
     trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     parts = [f"{origin} Trained: {trained:,} of {total:,} parameters."]
@@ -299,8 +300,8 @@ def told(
 
 @torch.no_grad()
 def _written(model: Any, tokenizer: Any, samples: Samples, prompt: str | None, longest: int) -> str:
-    """The likeliest tokens after the prompt, or after the beginning of a sample: what comes before its
-    first label, or a few tokens."""
+    """Generates text greedily from the prompt or from the start of a sample: the tokens before its
+    first label, or a few tokens if there are none."""
     if prompt is not None:
         begin = tokenizer(prompt)["input_ids"] or [tokenizer.pad_token_id or 0]
     else:

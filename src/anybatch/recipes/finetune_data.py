@@ -1,15 +1,16 @@
-"""Rows to fine-tune on, from files, and the samples of tokens and labels that are made of them.
+"""Data for fine-tuning: rows from files, and samples of tokens and labels.
 
-    .jsonl              an object per line        .csv .tsv    with a line of names first
+    .jsonl              an object per line        .csv .tsv    with a header line
     .json               a list of objects         .txt  ...    a text per line
     a folder            of such files (train.*, and valid.*, validation.*, dev.* or test.* held out)
-    a folder            that `save_to_disk` of Hugging Face's datasets wrote
+    a folder            written by `save_to_disk` of Hugging Face's datasets
 
-    text                    t t t t t .        every token is predicted from those before it
-    prompt + completion     p p p c c .        of which those of the completion count
-    text + label            t t t t t          one label for all
+    text                    t t t t t .        every token is predicted from the previous ones
+    prompt + completion     p p p c c .        only the tokens of the completion are in the loss
+    text + label            t t t t t          one label for the text
 
-The label of a token has the token's own place: the model moves labels by one. -100 counts nothing.
+Labels are not shifted: each is at the position of its token, and the model shifts them by one. Labels
+of -100 are ignored.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ Row: TypeAlias = Mapping[str, Any]
 
 IGNORED = -100
 HELD_OUT = ("validation", "valid", "dev", "test")
-"""Names of held-out parts, the likelier first."""
+"""Names of held-out parts, in order of preference."""
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _SUFFIXES = (".jsonl", ".json", *_SEPARATORS, ".txt")
 _WANTED = "'text', 'prompt' with 'completion', or 'text' with 'label'"
-_TEXTS_AT_ONCE = 1000  # that a tokenizer is given
+_TEXTS_AT_ONCE = 1000  # batch size of tokenization
 _SHOWN = 12  # names of classes in a message
 
 
 class Table(NamedTuple):
-    """Rows by column, the place of each (`line 3 of 'data.jsonl'`), the path that they are from, and
-    the names of the classes where the data itself has them."""
+    """Rows (column name to value), the location of each (`line 3 of 'data.jsonl'`), the path they were
+    read from, and the class names if the data defines them."""
 
     rows: list[Row]
     places: list[str]
@@ -57,14 +58,14 @@ class Table(NamedTuple):
     names: list[str] | None = None
 
     def take(self, numbers: Iterable[int]) -> Table:
-        """The table of these rows."""
+        """Returns a table with the rows `numbers`."""
         chosen = list(numbers)
         rows, places = [self.rows[i] for i in chosen], [self.places[i] for i in chosen]
         return self._replace(rows=rows, places=places)
 
 
 class Data(NamedTuple):
-    """What to train on, what is held out (None: nothing), and a sentence on where it is from."""
+    """Training data, held-out data (None if there is none), and a description of the origin."""
 
     train: Table
     held_out: Table | None
@@ -72,10 +73,11 @@ class Data(NamedTuple):
 
 
 def read(data: Path, held_out: Path | None) -> Data:
-    """The rows in `data`, and those in `held_out`. Without it: the part of `data` that is called so,
-    else one row in 16 (one of fewer), the same ones in every run.
+    """Reads the rows in `data` and `held_out`. If `held_out` is None, the held-out rows are the part of
+    `data` with such a name, else one row in 16 (at least one), the same in every run.
 
-    Raises `InputError` if there are none, or a file is not what its name says: with the line.
+    Raises `InputError` if there are no rows, or, with the line, if a file does not have the format of
+    its suffix.
     """
     parts = _parts(data)
     train = parts["train"]
@@ -89,7 +91,7 @@ def read(data: Path, held_out: Path | None) -> Data:
         size = len(train.rows)
         if size < 2:
             return Data(train, None, f"{origin}nothing")
-        # Drawn, since rows often come in turns or sorted; the same ones in every run.
+        # Drawn at random, since rows are often sorted or alternate; the same in every run.
         drawn = set(random.Random(0).sample(range(size), max(1, size // EVERY)))
         held, where = train.take(sorted(drawn)), "of them"
         train = train.take(i for i in range(size) if i not in drawn)
@@ -101,7 +103,7 @@ def _held_out_name(parts: Iterable[str]) -> str | None:
 
 
 def _parts(data: Path) -> dict[str, Table]:
-    """By name, with `train` among them."""
+    """Reads the parts of `data` by name; `train` is always one of them."""
     if not data.is_dir() and not data.is_file():
         what = "is neither a file nor a folder" if data.exists() else "does not exist"
         raise InputError(
@@ -148,7 +150,7 @@ def _table(files: Sequence[Path], source: Path) -> Table:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """The rows of a file and their lines, from 1; of a list in JSON their numbers."""
+    """Yields the rows of a file with their line numbers, or positions in a JSON list, from 1."""
     text = _text(path)
     if path.suffix in _SEPARATORS:
         yield from _separated(path, text)
@@ -208,7 +210,7 @@ def _separated(path: Path, text: str) -> Iterator[tuple[int, Row]]:
 
 
 def _saved(folder: Path) -> dict[str, Table]:
-    """What `save_to_disk` of Hugging Face's datasets wrote."""
+    """Reads a folder written by `save_to_disk` of Hugging Face's datasets."""
     try:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -243,8 +245,8 @@ def _saved(folder: Path) -> dict[str, Table]:
 
 
 class Samples(Dataset[Sample]):
-    """Samples `{"input_ids": [tokens] int64, "labels": [tokens] or [] int64}`, held as tensors of all
-    samples in a row. `lengths`: tokens of each sample."""
+    """Dataset of samples `{"input_ids": [tokens] int64, "labels": [tokens] or [] int64}`, stored as
+    concatenated tensors. `lengths`: tokens of each sample."""
 
     def __init__(self, ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int] | int]) -> None:
         self.lengths: list[int] = [len(one) for one in ids]
@@ -265,7 +267,7 @@ class Samples(Dataset[Sample]):
 
 
 def padded(samples: list[Sample], pad: int) -> Sample:
-    """The batch `[batch, longest]` of samples of unequal length."""
+    """Collates samples of unequal length to a padded batch `[batch, longest]`."""
     ids = [sample["input_ids"] for sample in samples]
     labels = [sample["labels"] for sample in samples]
     return {
@@ -278,9 +280,9 @@ def padded(samples: list[Sample], pad: int) -> Sample:
 
 
 def kind_of(table: Table, wanted: Kind | None) -> Kind:
-    """What the columns of the first row are for, unless something else is `wanted`.
+    """Returns `wanted`, or if it is None, the task that the columns of the first row are for.
 
-    Raises `InputError` if they mean nothing, or have no label where one is wanted.
+    Raises `InputError` if the columns do not fit any task, or lack a label for classification.
     """
     columns = table.rows[0].keys()
     labelled = {"text", "label"} <= columns
@@ -295,10 +297,10 @@ def kind_of(table: Table, wanted: Kind | None) -> Kind:
 
 
 def classes_of(tables: Sequence[Table]) -> list[str]:
-    """The names of the classes: those that the data has, else the labels that occur, sorted, or where
-    they are numbers, all from 0.
+    """Returns the class names: those that the data defines, else the sorted labels, or for numeric
+    labels all numbers from 0 to the largest.
 
-    Raises `DataError` for a row whose label is none, `InputError` for a single class.
+    Raises `DataError` for a row with an invalid label, and `InputError` if there is only one class.
     """
     first = type(tables[0].rows[0].get("label"))
     found = {str(label) for table in tables for label in _labels(table, first)}
@@ -322,7 +324,8 @@ def classes_of(tables: Sequence[Table]) -> list[str]:
 
 
 def _labels(table: Table, kind: type) -> Iterator[int | str]:
-    """Raises `DataError` for one that is no name or number from 0, or not of this kind."""
+    """Yields the labels. Raises `DataError` for one that is not a name or a number from 0, or not of
+    type `kind`."""
     for row, place in zip(table.rows, table.places, strict=True):
         label: Any = row.get("label")
         named = isinstance(label, str) and label != ""
@@ -335,7 +338,7 @@ def _labels(table: Table, kind: type) -> Iterator[int | str]:
 
 
 def _targets(table: Table, classes: list[str]) -> list[int]:
-    """The class of each row. Raises `DataError` for a label that is none of `classes`."""
+    """Returns the class index of each row. Raises `DataError` for a label that is not in `classes`."""
     places = {name: number for number, name in enumerate(classes)}
     found = []
     for number, label in enumerate(_labels(table, type(table.rows[0].get("label")))):
@@ -354,11 +357,12 @@ def _targets(table: Table, classes: list[str]) -> list[int]:
 def encoded(
     table: Table, kind: Kind, tokenizer: Any, longest: int, classes: list[str]
 ) -> tuple[Samples, int]:
-    """The samples of `table`, and how many of them were cut. Rows in which there is nothing to learn
-    from (an empty text, a completion that is empty or does not begin before the cut) are left out, with
-    a warning that names the first.
+    """Tokenizes `table`. Returns the samples and the number of truncated ones. Rows that cannot add to
+    the loss (an empty text, or a completion that is empty or completely truncated) are left out, with a
+    warning that names the first.
 
-    Raises `DataError` for a row that is not as the first one, `InputError` if no row is left.
+    Raises `DataError` for a row that differs in form from the first one, and `InputError` if no row is
+    left.
     """
     ids, labels = _tokens_and_labels(table, kind, tokenizer)
     if kind == "classification":
@@ -387,7 +391,7 @@ def encoded(
 def _tokens_and_labels(
     table: Table, kind: Kind, tokenizer: Any
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Tokens of each row, and the label of each token (of no use where the row has one)."""
+    """Returns the tokens of each row, and their labels (unused for classification)."""
     is_pair = {"prompt", "completion"} <= table.rows[0].keys() and kind == "causal-lm"
     last = _encoded(table, "completion" if is_pair else "text", tokenizer, whole=not is_pair)
     if kind == "classification":
@@ -403,13 +407,13 @@ def _tokens_and_labels(
 
 
 def _encoded(table: Table, column: str, tokenizer: Any, whole: bool = True) -> list[list[int]]:
-    """The tokens of a column of texts; none for one that is blank. `whole`: with those that begin and
-    end a text, where the tokenizer adds such."""
+    """Tokenizes a column of texts; a blank text has no tokens. With `whole`, the tokenizer adds its
+    special tokens for the start and end of a text, if it has any."""
     texts = _texts(table, column)
     found: list[list[int]] = []
     for start in range(0, len(texts), _TEXTS_AT_ONCE):
         some = texts[start : start + _TEXTS_AT_ONCE]
-        made = tokenizer(  # not verbose about texts that are too long: they are cut, and counted
+        made = tokenizer(  # no warning of long texts, since they are truncated and counted
             some, add_special_tokens=whole, return_attention_mask=False, verbose=False
         )["input_ids"]
         found += [one if text.strip() else [] for one, text in zip(made, some, strict=True)]
@@ -417,7 +421,7 @@ def _encoded(table: Table, column: str, tokenizer: Any, whole: bool = True) -> l
 
 
 def _texts(table: Table, column: str) -> list[str]:
-    """Raises `DataError` for a row that has none."""
+    """Returns the texts in `column`. Raises `DataError` for a row without one."""
     texts = []
     for row, place in zip(table.rows, table.places, strict=True):
         text = row.get(column)

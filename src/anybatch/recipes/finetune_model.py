@@ -1,10 +1,10 @@
-"""A model and its tokenizer from a folder, as transformers saves them.
+"""Loading of a model and its tokenizer from a folder in the format of transformers.
 
-    FOLDER/config.json            what the model is; alone, it gives one with random weights
-    FOLDER/*.safetensors, *.bin   its weights
-    FOLDER/tokenizer.json, ...    its tokens; a model without weights can do without: then bytes are
+    FOLDER/config.json            configuration; without weights, the model gets random ones
+    FOLDER/*.safetensors, *.bin   weights
+    FOLDER/tokenizer.json, ...    tokenizer; optional without weights: then tokens are bytes
 
-Nothing is ever fetched from anywhere, and no code that lies in the folder is run.
+Nothing is downloaded, and no code from the folder is executed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from anybatch.recipes.finetune_data import Kind
 from anybatch.recipes.quantized import Base, quantize_frozen
 
 ALL_LINEAR = "all-linear"
-"""peft's name for every linear layer but the head."""
+"""peft's name for all linear layers except the head."""
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _TOKENIZERS = (
@@ -37,7 +37,7 @@ _SHOWN = 12  # names of layers in a message
 
 
 class Source(NamedTuple):
-    """A folder with a model: its configuration (transformers'), and whether weights are there."""
+    """A model folder: its path, its transformers configuration, and whether it contains weights."""
 
     folder: Path
     config: Any
@@ -45,9 +45,9 @@ class Source(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What `build` makes: a model of `kind` from `source`, in `dtype`, with adapters if there are any
-    (Hu et al. 2022, "LoRA"): then these are options of peft's `LoraConfig`, and `base` is the format
-    of the frozen weights."""
+    """Specification of a model for `build`: a model of `kind` from `source`, in `dtype`. If `lora` is
+    not None, the model gets adapters (Hu et al. 2022, "LoRA"); `lora` has the options of peft's
+    `LoraConfig`, and `base` is the format of the frozen weights."""
 
     source: Source
     kind: Kind
@@ -57,9 +57,9 @@ class Shape(NamedTuple):
 
 
 def find(folder: Path) -> Source:
-    """The model in `folder`.
+    """Reads the configuration of the model in `folder`.
 
-    Raises `InputError` if it is no folder, or none with a model that transformers knows.
+    Raises `InputError` if `folder` is not a folder, or has no model that transformers supports.
     """
     auto = libraries().AutoConfig
     if not folder.is_dir():
@@ -84,11 +84,11 @@ def find(folder: Path) -> Source:
 
 
 def build(shape: Shape) -> nn.Module:
-    """The model, with the weights of its folder or, where there are none, random ones.
+    """Builds the model with the weights in its folder, or with random weights if there are none.
 
-    On fake tensors (while a run is planned) the weights are not read: only their shapes matter.
+    With fake tensors (during planning), the weights are not read, since only their shapes matter.
 
-    Raises `InputError` if the weights cannot be read or are for another model.
+    Raises `InputError` if the weights cannot be read or belong to another model.
     """
     from safetensors import SafetensorError
 
@@ -118,10 +118,10 @@ def build(shape: Shape) -> nn.Module:
 
 
 def checked(shape: Shape) -> int:
-    """The number of words that the model knows: ids are below it. Nothing is allocated.
+    """Checks that the model can be built. Returns its vocabulary size. Nothing is allocated.
 
-    Raises `InputError` if transformers has no such model, it does not read tokens, or an adapter is
-    asked for where there is no linear layer.
+    Raises `InputError` if transformers has no such model, its input is not tokens, or an adapter
+    target is not a linear layer.
     """
     config = shape.source.config
     try:
@@ -139,22 +139,22 @@ def checked(shape: Shape) -> int:
 
 
 def num_positions(config: Any) -> int | None:
-    """How many tokens the model can tell apart by their place, or None if it sets no limit."""
+    """Returns the maximum number of positions of the model, or None if it has no limit."""
     reading = config.get_text_config()
     found = getattr(reading, "max_position_embeddings", None)
     if not isinstance(found, int) or found < 1:
         return None
-    # RoBERTa and its kin begin to count after the padding token.
+    # RoBERTa and related models number positions from after the padding token.
     shifted = reading.model_type in ("roberta", "xlm-roberta", "camembert")
     return found - 1 - (reading.pad_token_id or 0) if shifted else found
 
 
 def tokenizer_of(source: Source, words: int) -> Any:
-    """The tokenizer in the folder of `source`, whose model knows this number of `words`; for a model
-    without weights and tokenizer one whose tokens are bytes.
+    """Loads the tokenizer in the folder of `source`, whose model has a vocabulary of `words` tokens.
+    For a model without weights and tokenizer, returns a byte tokenizer.
 
-    Raises `InputError` if the folder has weights and no tokenizer, one that cannot be read, or one that
-    makes tokens which the model does not know.
+    Raises `InputError` if the folder has weights but no tokenizer, if the tokenizer cannot be read, or
+    if its vocabulary exceeds the model's.
     """
     folder = source.folder
     if not any((folder / name).exists() for name in _TOKENIZERS):
@@ -174,7 +174,7 @@ def tokenizer_of(source: Source, words: int) -> Any:
         tokenizer = libraries().AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # each kind of tokenizer raises its own
+    except Exception as error:  # exceptions differ between tokenizers
         raise InputError(
             f"the tokenizer in {str(folder)!r} cannot be read: {_first_line(error)}"
         ) from error
@@ -188,7 +188,7 @@ def tokenizer_of(source: Source, words: int) -> Any:
 
 
 def _byte_tokenizer() -> Any:
-    """A token is a byte, and number 256 ends a text."""
+    """Creates a tokenizer whose tokens are bytes; token 256 ends a text."""
     import tokenizers
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -205,7 +205,7 @@ def _byte_tokenizer() -> Any:
 
 
 def libraries() -> Any:
-    """transformers. Raises `InputError` if it is not installed."""
+    """Imports transformers. Raises `InputError` if it cannot be imported."""
     try:
         import transformers
     except ImportError as error:
@@ -217,7 +217,7 @@ def libraries() -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    """What a library says of its error, in one line."""
+    """Returns the first line of a library's error message that is not blank."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
 
 
@@ -240,7 +240,7 @@ def _adapted(model: nn.Module, lora: Mapping[str, Any], kind: Kind) -> nn.Module
         task_type=kinds.CAUSAL_LM if kind == "causal-lm" else kinds.SEQ_CLS, **lora
     )
     with warnings.catch_warnings():
-        # Of what peft asks of transformers, and of how it treats the transposed layers of GPT-2.
+        # Warnings of peft about transformers and about the transposed layers of GPT-2.
         warnings.simplefilter("ignore")
         return peft.get_peft_model(model, config)
 

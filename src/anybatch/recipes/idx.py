@@ -1,4 +1,4 @@
-"""IDX, the file format of MNIST: read from a folder of the user's, never downloaded.
+"""Reader of IDX, the file format of MNIST. Files are read from a local folder, never downloaded.
 
 The format (http://yann.lecun.com/exdb/mnist, "The IDX file format"), big-endian throughout:
 
@@ -30,9 +30,10 @@ _KINDS = {"images": ("idx3-ubyte", 3), "labels": ("idx1-ubyte", 1)}
 
 
 def read_idx(path: Path) -> Tensor:
-    """The array in an IDX file, gzipped or not by its content, in its sizes and type, on the CPU.
+    """Reads the array in an IDX file, with its shape and type, onto the CPU. Gzip is detected from the
+    content.
 
-    Raises `InputError` with the file, the offset (in uncompressed bytes) and what is wrong there.
+    Raises `InputError` with the file, the offset (in uncompressed bytes) and the fault.
     """
     try:
         content = path.read_bytes()
@@ -60,13 +61,13 @@ def read_idx(path: Path) -> Tensor:
         )
     try:
         values = np.frombuffer(content, dtype, offset=start).reshape(sizes)
-    except ValueError as error:  # more dimensions, or larger empty ones, than numpy can address
+    except ValueError as error:  # too many dimensions, or too large empty ones, for numpy
         raise InputError(f"{path} has an array that cannot be held: {error}.") from error
     return torch.from_numpy(values.astype(dtype.newbyteorder("="), copy=True))
 
 
 class Folder(NamedTuple):
-    """The four arrays of a data set in MNIST's layout: images (N, H, W), labels (N)."""
+    """The four arrays of a data set in MNIST's layout: images (N, H, W) and labels (N)."""
 
     train_images: Tensor
     train_labels: Tensor
@@ -75,11 +76,11 @@ class Folder(NamedTuple):
 
 
 def load_folder(path: str | Path) -> Folder:
-    """The train and test images and labels in a folder, under the names of MNIST's files:
-    `train-images-idx3-ubyte`, `t10k-labels.idx1-ubyte.gz` and so on.
+    """Loads training and test images and labels from a folder with MNIST's file names, such as
+    `train-images-idx3-ubyte` and `t10k-labels.idx1-ubyte.gz`.
 
-    Raises `InputError` naming every file that is missing, and images and labels that do not belong
-    together (N images, M labels; wrong number of dimensions; none at all).
+    Raises `InputError` if files are missing (names all of them), arrays are empty or have the wrong
+    number of dimensions, or the numbers of images and labels differ.
     """
     folder = Path(path)
     if not folder.is_dir():

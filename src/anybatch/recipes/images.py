@@ -1,7 +1,7 @@
-"""Images in folders: a residual network, or a model of torchvision, trained to tell their classes.
+"""Images in folders: a residual network or a torchvision model, trained to classify them.
 
-The task on which loading is work: files are decoded and cut at random while the model trains. It needs
-Pillow, reads a folder of the user's, and downloads nothing.
+Data loading is expensive in this task: files are decoded and randomly cropped during training. It
+requires Pillow, reads a local folder and downloads nothing.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from anybatch.task import Loss, Task
 
 MEAN = (0.485, 0.456, 0.406)
 STANDARD_DEVIATION = (0.229, 0.224, 0.225)
-"""Of ImageNet's channels, in 0..1: what torchvision's models are used with."""
+"""Statistics of ImageNet's channels, for values from 0 to 1, as used with torchvision's models."""
 
 REFERENCE_BATCH = 256
 SGD_LR, LARGEST_SGD_LR = 0.1, 3.2
 ADAMW_LR, LARGEST_ADAMW_LR = 4e-3, 1e-2  # as in the recipe `digits`
 _SGD_DECAY, _ADAMW_DECAY = 1e-4, 0.05
-_PIXELS, _SMALL_PIXELS = 224, 64  # of torchvision's models, and of `small`
+_PIXELS, _SMALL_PIXELS = 224, 64  # for torchvision's models, and for `small`
 _SMALL_WIDTH = 32
-_LEAST_PIXELS = 16  # the last stage still has an image of two by two pixels
+_LEAST_PIXELS = 16  # leaves 2 x 2 pixels in the last stage
 
 
 def images(
@@ -56,35 +56,37 @@ def images(
     bad_data: Literal["stop", "skip"] = "stop",
     seed: int = 0,
 ) -> Task:
-    """Classify the images of a folder that has a folder for each class.
+    """Classify images from a folder with one subfolder per class.
 
-    With `FOLDER/train` and `FOLDER/val`, each with folders for the classes, `val` is held out; else a
-    part of each class. Training sees random parts of the images, evaluation their middle.
+    If `FOLDER/train` and `FOLDER/val` exist, each with one folder per class, `val` is held out;
+    otherwise a part of each class is. Training uses random crops, evaluation uses center crops.
 
     Args:
-        data: folder with a folder for each class, or with such folders in `train` and `val`.
+        data: folder with one subfolder per class, or with `train` and `val` folders of this layout.
         global_batch: images per optimizer step.
         epochs: passes over the training images.
         steps: optimizer steps, in place of epochs.
         model: small (a tenth of ResNet-18), or the name of a model of torchvision, such as resnet50.
-        pixels: of each side of the images that the model gets; 64 for small, 224 for others.
-        optimizer: adamw, or sgd with Nesterov momentum of 0.9; the first for small, which learns from
-            few images so, and sgd for others.
-        lr: peak learning rate at a global batch of 256, 0.004 for adamw and 0.1 for sgd; see
-            `scaled_lr` for others.
-        weight_decay: on kernels and matrices only; 0.05 for adamw and 0.0001 for sgd.
-        label_smoothing: part of a label that goes to all classes alike, in training.
-        dropout: probability to drop a feature before the last layer of small.
-        smallest_crop: least part of an image's area that training sees.
-        flip: whether half of the images are mirrored in training.
-        held_out: part of each class that is held out where there is no `val`.
+        pixels: height and width of the model's input images. Default: 64 for small, 224 for others.
+        optimizer: adamw, or sgd with Nesterov momentum of 0.9. Default: adamw for small, which learns
+            from few images with it, and sgd for others.
+        lr: peak learning rate at a global batch of 256; see `scaled_lr` for other batch sizes.
+            Default: 0.004 for adamw, 0.1 for sgd.
+        weight_decay: weight decay of kernels and matrices only. Default: 0.05 for adamw, 0.0001 for
+            sgd.
+        label_smoothing: fraction of a label that is spread evenly over all classes, in training.
+        dropout: dropout probability before the last layer of small.
+        smallest_crop: minimum area of a random crop, as a fraction of the image's area.
+        flip: whether training flips half of the images horizontally.
+        held_out: fraction of each class that is held out if there is no `val`.
         ghost_batch: images over which BatchNorm computes its statistics.
-        num_workers: processes that load images; 0 loads in the training process. A GPU wants several.
-        bad_data: stop at a file that is no image, or skip it.
-        seed: of the order of images, of what is held out and drawn, of initialisation and of dropout.
+        num_workers: processes that load images; 0 loads in the training process. Use several with a
+            GPU.
+        bad_data: stop at a file that is not an image, or skip it.
+        seed: random seed for the order of images, the held-out part, crops, initialization and dropout.
 
     Raises:
-        InputError: naming every option out of range, or what is wrong with the folder.
+        InputError: if options are out of range (names all of them), or the folder is invalid.
     """
     ranges = {
         "pixels": (
@@ -115,7 +117,7 @@ def images(
     found = find(data.expanduser(), held_out, seed)
     batch = max(
         1, min(global_batch, len(found.train.paths))
-    )  # below 1, the task says what is wrong
+    )  # a value below 1 is reported by Task
     if optimizer == "sgd" or (optimizer is None and model != "small"):
         rate = scaled_lr(lr or SGD_LR, batch, REFERENCE_BATCH, LARGEST_SGD_LR, power=1)
         make = partial(torch.optim.SGD, lr=rate, momentum=0.9, nesterov=True)
@@ -147,12 +149,11 @@ def images(
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor], label_smoothing: float = 0.0) -> Loss:
-    """Cross-entropy of images (B, 3, H, W) uint8 against labels (B) int64, the accuracy, and with more
-    than five classes how often the right one is among the first five. Labels are smoothed in training
-    alone."""
+    """Cross-entropy and accuracy, for images (B, 3, H, W) uint8 and labels (B) int64; with more than
+    five classes, also top-5 accuracy. Label smoothing applies in training mode only."""
     pixels, labels = batch
     logits = model(normalised(pixels, next(model.parameters()).dtype))
-    if not isinstance(logits, Tensor):  # with those of auxiliary heads, as some of torchvision's
+    if not isinstance(logits, Tensor):  # some torchvision models add those of auxiliary heads
         logits = logits[0]
     smoothing = label_smoothing if model.training else 0.0
     total = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
@@ -165,10 +166,10 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor], label_smoothing: float 
 
 
 def normalised(pixels: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes (B, 3, H, W) with the mean and the deviation of ImageNet's channels taken out, in `dtype`,
-    or float32 if that is wider."""
+    """Normalizes images (B, 3, H, W) uint8 by the mean and standard deviation of ImageNet's channels.
+    The result has type `dtype`, or float32 if that is wider."""
     wide = torch.promote_types(dtype, torch.float32)
-    # Channel by channel: plain numbers need no copy from the host in every pass.
+    # Channel by channel, since Python scalars need no copy from the host in every pass.
     channels = zip(pixels.unbind(1), MEAN, STANDARD_DEVIATION, strict=True)
     return torch.stack([(one.to(wide) / 255 - mean) / std for one, mean, std in channels], 1)
 
@@ -177,14 +178,14 @@ def normalised(pixels: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def build(name: str, pixels: int, num_classes: int, dropout: float) -> nn.Module:
-    """Images (B, 3, pixels, pixels) to logits (B, num_classes): a model of torchvision of that `name`,
-    without trained weights and with a dropout of its own, or the `small` one, of named blocks in a row,
-    each of which can be recomputed by itself."""
+    """Builds a model from images (B, 3, pixels, pixels) to logits (B, num_classes): torchvision's model
+    `name`, with random weights and its default dropout, or `small`, a sequence of named blocks, each of
+    which can be recomputed separately."""
     if name != "small":
         return _torchvision(name).get_model(name, weights=None, num_classes=num_classes)
     width = _SMALL_WIDTH
     stem = [nn.Conv2d(3, width, 3, 2 if pixels >= 64 else 1, padding=1, bias=False)]
-    if pixels >= 128:  # made smaller by four before the first block
+    if pixels >= 128:  # downsampled by four before the first block
         stem = [nn.Conv2d(3, width, 7, 2, padding=3, bias=False)]
     pool = [nn.MaxPool2d(3, 2, padding=1)] if pixels >= 128 else []
     model = nn.Sequential()
@@ -192,7 +193,7 @@ def build(name: str, pixels: int, num_classes: int, dropout: float) -> nn.Module
     channels = width
     for stage in range(4):
         block = Residual(channels, width << stage, stride=2 if stage else 1)
-        # It begins as its shortcut alone: see Goyal et al. (2017), section 5.1.
+        # The block is initially its shortcut alone: see Goyal et al. (2017), section 5.1.
         nn.init.zeros_(block.norm2.weight)
         model.add_module(f"stage{stage + 1}_block1", block)
         channels = width << stage
@@ -202,7 +203,7 @@ def build(name: str, pixels: int, num_classes: int, dropout: float) -> nn.Module
 
 
 def _check_model(name: str) -> None:
-    """Raises `InputError` if there is no model of that name."""
+    """Raises `InputError` if there is no model called `name`."""
     if name == "small":
         return
     models = _torchvision(name)
@@ -215,10 +216,10 @@ def _check_model(name: str) -> None:
 
 
 def _torchvision(name: str) -> Any:
-    """torchvision's `models`."""
+    """Imports `torchvision.models`. Raises `InputError`, with the model's `name`, if that fails."""
     try:
         return importlib.import_module("torchvision.models")
-    except Exception as error:  # one that was built for another torch raises RuntimeError
+    except Exception as error:  # a build for another torch raises RuntimeError
         raise InputError(
             f"the model {name!r} is not 'small', and torchvision, whose models go by their own names"
             f" (resnet50, say), cannot be imported ({error}): install the torchvision that belongs to"

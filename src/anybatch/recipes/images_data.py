@@ -1,14 +1,14 @@
 """Folders of images, one folder per class, as torchvision's ImageFolder reads them.
 
-    FOLDER/cat/a.png ...               one part: some images of each class are held out
+    FOLDER/cat/a.png ...               no split: some images of each class are held out
     FOLDER/dog/b.jpg ...
 
-    FOLDER/train/cat/a.png ...         two parts: the second one is held out
+    FOLDER/train/cat/a.png ...         two splits: val is held out
     FOLDER/val/cat/c.png ...
 
-Files are found when the task is made and opened when a sample is asked for. What augmentation draws
-comes from torch's default generator, which the loader seeds for each sample: a sample of an epoch is
-the same on any rank, in any worker, in any micro-batch.
+Files are listed when the task is created and opened when a sample is requested. Augmentation uses
+torch's default generator, which the loader seeds for each sample, so a sample of an epoch is the same
+on any rank, in any worker and in any micro-batch.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 HELD_OUT_NAMES = ("val", "valid", "validation")
-_TRIES = 10  # to find a crop inside the image
-_CENTRE = 0.875  # of the shorter side, in evaluation: the 224 pixels of 256 of the usual recipe
+_TRIES = 10  # attempts to find a crop inside the image
+_CENTRE = 0.875  # fraction of the shorter side, in evaluation: the usual 224 of 256 pixels
 _ASPECTS = (3 / 4, 4 / 3)
 
 
 class Labelled(NamedTuple):
-    """Files and the number of the class of each."""
+    """Paths of images, and their class indices."""
 
     paths: list[str]
     labels: list[int]
 
 
 class Found(NamedTuple):
-    """Classes by name in alphabetical order, and the files of two parts."""
+    """Class names in alphabetical order, and the files of the training and held-out parts."""
 
     classes: list[str]
     train: Labelled
@@ -55,9 +55,9 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class RandomCrop:
-    """A random part of an image, of at least `smallest` of its area, `[3, size, size]` uint8, half of
-    them mirrored if `flip`: see Szegedy et al. (2015), "Going deeper with convolutions", section 6.
-    Drawn from torch's default generator."""
+    """Random crop of an image with at least the fraction `smallest` of its area, resized to
+    `[3, size, size]` uint8, and flipped horizontally with probability 0.5 if `flip`: see Szegedy et al.
+    (2015), "Going deeper with convolutions", section 6. Uses torch's default generator."""
 
     size: int
     smallest: float
@@ -82,7 +82,7 @@ class RandomCrop:
 
 @dataclass(frozen=True)
 class CentreCrop:
-    """The middle of an image, `[3, size, size]` uint8."""
+    """Center crop of an image, resized to `[3, size, size]` uint8."""
 
     size: int
 
@@ -91,11 +91,11 @@ class CentreCrop:
 
 
 class Images(Dataset[tuple[Tensor, int]]):
-    """Images of files: a sample is `(view of the image [3, H, W] uint8, number of its class)`.
+    """Dataset of image files. A sample is `(transformed image [3, H, W] uint8, class index)`.
 
     Args:
-        files: where the images are.
-        view: an image in the mode RGB to a tensor.
+        files: paths and class indices of the images.
+        view: transform from an image in RGB mode to a tensor.
 
     A file that cannot be read raises `DataError` with its name.
     """
@@ -112,9 +112,10 @@ class Images(Dataset[tuple[Tensor, int]]):
 
 
 def opened(path: str) -> Image:
-    """The image in a file, in the mode RGB. Transparency is left out; of 16 bits the upper 8 are kept.
+    """Reads an image file in RGB mode. Transparency is discarded; of 16-bit values, the upper 8 bits
+    are kept.
 
-    Raises `DataError`, with the name of the file, if it is no whole image.
+    Raises `DataError`, with the name of the file, if the file is not a complete image.
     """
     from PIL import Image
 
@@ -124,21 +125,21 @@ def opened(path: str) -> Image:
             return _in_rgb(image)
     except MemoryError:
         raise
-    except Exception as error:  # Pillow's readers raise SyntaxError and struct.error, too
+    except Exception as error:  # Pillow's decoders also raise SyntaxError and struct.error
         if isinstance(error, OSError) and error.errno == errno.ENOMEM:
             raise
         raise DataError(f"the file {path!r} cannot be read as an image ({error})") from error
 
 
 def find(folder: Path, held_out: float, seed: int) -> Found:
-    """The images of `folder`; see the module for its layout. Without a held-out part of its own, about
-    `held_out` of each class are held out, a function of `seed` and the names of the files.
+    """Lists the images in `folder`; see the module for its layout. If the folder has no held-out part,
+    about the fraction `held_out` of each class is held out, chosen by `seed` and the file names alone.
 
-    Hidden files are passed over; other files that are no images by their names too, with a warning
-    that names some.
+    Hidden files are skipped. Other files without an image suffix are skipped with a warning that names
+    some of them.
 
-    Raises `InputError` if there is no such folder, or it has fewer than two classes, or one without
-    images, or a class is held out that there is no image of to learn from.
+    Raises `InputError` if the folder does not exist, it has fewer than two classes, a class has no
+    images, or a held-out class is not among the training classes.
     """
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "is not there"
@@ -147,7 +148,7 @@ def find(folder: Path, held_out: float, seed: int) -> Found:
             " class (-s data=FOLDER)."
         )
     train = folder / "train"
-    # A class may be called "train": then there are images in it, and no folders.
+    # A class can be called "train"; then the folder has images and no subfolders.
     root = train if train.is_dir() and _folders(train) else folder
     classes = _folders(root)
     if len(classes) < 2:
@@ -175,7 +176,7 @@ def find(folder: Path, held_out: float, seed: int) -> Found:
 
 
 def centred(width: int, height: int, part: float) -> tuple[float, float, float, float]:
-    """The square in the middle, of `part` of the shorter side, as left, top, right, bottom."""
+    """Returns the centered square with `part` of the shorter side: left, top, right, bottom."""
     side = min(width, height) * part
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
@@ -189,17 +190,17 @@ def _in_rgb(image: Image) -> Image:
 
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers of an unknown range")
-    if image.mode.startswith("I"):  # Pillow's conversion would clip what is above 255
+    if image.mode.startswith("I"):  # Pillow's conversion would clip values above 255
         import numpy as np
 
         image = Image.fromarray((np.asarray(image).clip(0, 65535) // 256).astype(np.uint8))
     if image.mode == "P":
-        image = image.convert("RGBA")  # a palette may have transparent colours
+        image = image.convert("RGBA")  # a palette can have transparent colors
     return image.convert("RGB")
 
 
 def _pixels(image: Image, size: int, box: tuple[float, float, float, float]) -> Tensor:
-    """The part `box` of an image, `[3, size, size]` uint8."""
+    """Crops `box` from an image and resizes it to `[3, size, size]` uint8."""
     import numpy as np
     from PIL import Image
 
@@ -216,7 +217,8 @@ def _folders(folder: Path) -> list[str]:
 
 
 def _images(folder: Path, passed_over: list[str]) -> Iterator[str]:
-    """The images anywhere in `folder`, in the order of their paths."""
+    """Yields the images in `folder` and its subfolders, sorted in each folder. Appends other files to
+    `passed_over`."""
     for place, inner, names in os.walk(folder, followlinks=True):
         inner[:] = sorted(name for name in inner if not name.startswith("."))
         for name in sorted(names):
@@ -237,7 +239,8 @@ def _labelled(by_class: Sequence[Sequence[str]]) -> Labelled:
 def _divided(
     by_class: Sequence[Sequence[str]], held_out: float, seed: int
 ) -> tuple[Labelled, Labelled]:
-    """Of each class as near to `held_out` as whole images are; one at least stays to learn from."""
+    """Splits off the fraction `held_out` of each class, rounded to whole images: at least one if
+    `held_out` is not zero, but at least one image stays in the training part."""
     generator = torch.Generator().manual_seed(seed)
     kept: list[list[str]] = []
     out: list[list[str]] = []

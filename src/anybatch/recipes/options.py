@@ -1,8 +1,8 @@
 """Options of a recipe: `-s key=value` strings, converted by the annotations of the function.
 
-A recipe is a plain function with annotated arguments, which a person can call from Python as it
-stands; its options need no second description that could disagree with it. What is not annotated is
-read as JSON would be (a number, true, false), and as text otherwise.
+A recipe is a plain function with annotated arguments, which can also be called directly from Python, so
+its options need no second description that could disagree with it. The value of an argument without an
+annotation is read as a number, true or false if possible, as in JSON, and as text otherwise.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from anybatch.errors import InputError, listed
 
 _BOOLS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLS |= {"false": False, "no": False, "off": False, "0": False}
-# In a union the narrower type is tried first: "3" for `float | int` is an int.
+# The members of a union are tried from narrow to wide: "3" for `float | int` is an int.
 _ORDER: tuple[Any, ...] = (type(None), Literal, int, float, bool, Path, str)
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Option(NamedTuple):
-    """One option of a recipe, for people to read: its name, its type in words, its default
-    (`inspect.Parameter.empty` if it must be given) and what the docstring says about it."""
+    """Description of one option of a recipe: its name, type in words, default value
+    (`inspect.Parameter.empty` if it is required) and text from the docstring."""
 
     name: str
     type: str
@@ -42,7 +42,7 @@ class Option(NamedTuple):
 
 
 def options_in(function: Callable[..., Any]) -> list[Option]:
-    """The options of `function`, in its own order, with the text of its docstring's `Args:`."""
+    """Returns the options of `function`, in signature order, with the texts of its `Args:` section."""
     docs = _docs(inspect.getdoc(function) or "")
     return [
         Option(p.name, described(_annotation(function, p)), p.default, docs.get(p.name, ""))
@@ -54,10 +54,10 @@ def options_in(function: Callable[..., Any]) -> list[Option]:
 def bind(
     function: Callable[..., Any], given: Mapping[str, str], place: str
 ) -> inspect.BoundArguments:
-    """The arguments to call `function` with: `given`, converted by its annotations.
+    """Binds the options in `given` to the arguments of `function`, converted by its annotations.
 
-    A dash in a name stands for an underscore (`global-batch=64`). Raises `InputError` that names
-    `place` and every option that is unknown, missing or not convertible, all at once.
+    A dash in a name is equivalent to an underscore (`global-batch=64`). Raises a single `InputError`
+    that names `place` and every option that is unknown, missing, repeated or not convertible.
     """
     signature = inspect.signature(function)
     named = {p.name: p for p in signature.parameters.values() if p.kind not in _VARIADIC}
@@ -95,10 +95,10 @@ def bind(
 
 
 def convert(text: str, annotation: Any = inspect.Parameter.empty) -> Any:
-    """`text` as a value of `annotation`: int, float, bool, str, Path, Literal, None, or a union.
+    """Converts `text` to `annotation`: int, float, bool, str, Path, Literal, None, or a union.
 
-    Without an annotation: int, float, true or false, else the text. Raises `ValueError` that says
-    what to give instead.
+    Without an annotation, the result is an int, a float, True or False if possible, else `text`. Raises
+    `ValueError` that states which values are allowed.
     """
     if annotation in (inspect.Parameter.empty, Any, object):
         annotation = int | float | Literal[True, False] | str
@@ -114,13 +114,13 @@ def convert(text: str, annotation: Any = inspect.Parameter.empty) -> Any:
         except ValueError:
             continue
     wanted = [_WORDS.get(member) or _described(member) for member in sorted(members, key=_rank)]
-    if wanted[0] == "none":  # said last
+    if wanted[0] == "none":  # listed last
         wanted = [*wanted[1:], wanted[0]]
     raise ValueError(f"give {' or '.join(wanted)}")
 
 
 def described(annotation: Any) -> str:
-    """The type in words: `int`, `Path or none`, `'a' or 'b'`, `any`."""
+    """Returns the type in words: `int`, `Path or none`, `'a' or 'b'`, `any`."""
     if annotation in (inspect.Parameter.empty, Any, object):
         return "any"
     return " or ".join(map(_described, _members(annotation)))
@@ -135,7 +135,7 @@ def _described(member: Any) -> str:
 
 
 def _members(annotation: Any) -> list[Any]:
-    """The members of a union, flat; a plain type is its own only member."""
+    """Returns the members of a union, flattened; a plain type is its only member."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _members(get_args(annotation)[0])
@@ -150,7 +150,7 @@ def _rank(member: Any) -> int:
 
 
 def _converted(text: str, kind: Any) -> Any:
-    """`text` as one member of a union; raises `ValueError` if it is not one."""
+    """Converts `text` to one member of a union. Raises `ValueError` if that is not possible."""
     word = text.strip().lower()
     if kind is type(None) and word in ("none", "null"):
         return None
@@ -168,11 +168,11 @@ def _converted(text: str, kind: Any) -> Any:
 
 
 def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
-    """The parameter's type: its annotation, evaluated if it is a string (as all are under `from
-    __future__ import annotations`); without one, that of a default of text or a path.
+    """Returns the parameter's type: its annotation, evaluated if it is a string (as all annotations are
+    under `from __future__ import annotations`), or the type of its default if that is a str or a Path.
 
-    Each is evaluated by itself, so that one that exists for the type checker only (a name imported
-    under TYPE_CHECKING) does not cost the others theirs.
+    Annotations are evaluated one by one, so that one that cannot be evaluated (such as a name imported
+    under TYPE_CHECKING) does not affect the others.
     """
     annotation = parameter.annotation
     if isinstance(annotation, str):
@@ -180,7 +180,7 @@ def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> A
         inner = inner.func if isinstance(inner, partial) else inner
         try:
             annotation = eval(annotation, getattr(inner, "__globals__", {}))
-        except Exception:  # whatever a name or an expression in user code raises
+        except Exception:  # an expression in user code can raise anything
             annotation = parameter.empty
     if annotation is parameter.empty and isinstance(parameter.default, str | Path):
         return Path if isinstance(parameter.default, Path) else str
@@ -188,7 +188,7 @@ def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> A
 
 
 def _docs(docstring: str) -> dict[str, str]:
-    """The entries under `Args:` of a docstring in Google's style, each joined to one line."""
+    """Returns the entries under `Args:` of a Google style docstring, each joined to one line."""
     docs: dict[str, str] = {}
     section = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", docstring, re.MULTILINE)
     entry = re.compile(r"\*{0,2}(\w+)(?: \(.*?\))?: *(.*)")
@@ -209,7 +209,7 @@ def _docs(docstring: str) -> dict[str, str]:
 
 
 class Range(NamedTuple):
-    """Values that an option may have, in words and as a test."""
+    """Allowed values of an option, in words and as a predicate."""
 
     words: str
     has: Callable[[Any], bool]
@@ -222,8 +222,8 @@ PART = Range("a number from 0 up to, not including, 1", lambda value: 0 <= value
 
 
 def check(recipe: str, options: dict[str, tuple[Any, Range]], more: Iterable[str] = ()) -> None:
-    """Raises `InputError` naming every one of `options` that is out of its range (None is in any), and
-    the faults in `more`."""
+    """Raises `InputError` that lists all of `options` that are out of range (None never is) and all
+    faults in `more`, if there are any."""
     faults = [
         f"{name} is {value!r}; give {allowed.words}"
         for name, (value, allowed) in options.items()

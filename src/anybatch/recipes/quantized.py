@@ -1,11 +1,11 @@
-"""Frozen linear layers with weights in 8 or 4 bits, for adapters to be trained over.
+"""Frozen linear layers with weights of 8 or 4 bits, as the base of trained adapters.
 
-Dettmers et al. 2023, "QLoRA", section 3: the weights of a base model are held in few bits and are
-multiplied as floating-point numbers, one layer at a time. The kernels for inference (of torchao and
-torch) have no backward pass, so the weight is dequantized in forward and once more in backward.
+Dettmers et al. 2023, "QLoRA", section 3: the weights of a base model are stored in few bits and
+dequantized to floating point for the matrix product, one layer at a time. The inference kernels of
+torchao and torch have no backward pass, so the weight is dequantized in forward and again in backward.
 
-The bits are plain parameters of integers: they are planned, placed, divided, checksummed and saved like
-any frozen parameter.
+Quantized weights are plain integer parameters, so they are planned, placed, sharded, checksummed and
+saved like any frozen parameter.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ Base: TypeAlias = Literal["int8", "int4"]
 BITS: dict[Base, int] = {"int8": 8, "int4": 4}
 
 GROUP = 64
-"""Input features at most that share a scale and an offset."""
+"""Maximum number of input features that share a scale and an offset."""
 
-_LEAST_GROUP = 16  # below, scales and offsets would take as much as the bits
+_LEAST_GROUP = 16  # in smaller groups, scales and offsets would take as much memory as the weights
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer, `[*, in]` to `[*, out]`, whose weight is `q * scale + offset` for whole numbers
-    `q` of `bits` bits. Gradients reach its input alone.
+    """A linear layer, `[*, in]` to `[*, out]`, whose weight is `q * scale + offset` for integers `q` of
+    `bits` bits. Only the input gets a gradient.
 
     Args:
         weight: `[out, in]`, floating point.
         bias: `[out]`, or None.
         bits: 8 or 4.
-        was_transposed: the layer was a `Conv1D` of transformers, which holds `[in, out]`.
+        was_transposed: whether the layer was a `Conv1D` of transformers, whose weight is `[in, out]`.
 
     Attributes:
-        weight: int8 `[out, in * bits / 8]`; of 4 bits the even columns are the lower halves of the
+        weight: int8 `[out, in * bits / 8]`; with 4 bits, even columns are in the lower halves of the
             bytes.
-        scale, offset: `[out, in / group]`, of the dtype of the weight that was given.
+        scale, offset: `[out, in / group]`, in the dtype of the original weight.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class QuantizedLinear(nn.Module):
         self.was_transposed = was_transposed
         groups = weight.detach().unflatten(1, (-1, group_of(self.in_features))).float()
         least, largest = groups.aminmax(dim=2)
-        # Of a group whose weights are all alike: not zero, and among 16 bits a subnormal number.
+        # Minimum scale, for groups of equal weights: positive, and subnormal in float16.
         kind = torch.finfo(weight.dtype)
         tiny = max(kind.tiny * kind.eps, torch.finfo(torch.float32).tiny)
         scale = ((largest - least) / (2**bits - 1)).clamp(min=tiny).to(weight.dtype)
@@ -72,7 +72,7 @@ class QuantizedLinear(nn.Module):
             self.bias = nn.Parameter(bias.detach(), requires_grad=False)
 
     def plain(self) -> nn.Module:
-        """The plain layer, of the kind that it was, with the weight that this one stands for."""
+        """Returns a plain layer of the original type, with the dequantized weight."""
         weight = dequantized(self.weight, self.scale, self.offset, self.bits, self.scale.dtype)
         layer: Any
         if self.was_transposed:
@@ -97,15 +97,15 @@ class QuantizedLinear(nn.Module):
 
 
 def group_of(in_features: int) -> int:
-    """Features that share a scale."""
+    """Returns the number of input features that share a scale."""
     return math.gcd(in_features, GROUP)
 
 
 def dequantized(
     weight: Tensor, scale: Tensor, offset: Tensor, bits: int, dtype: torch.dtype
 ) -> Tensor:
-    """The weight `[out, in]` of a `QuantizedLinear`, in `dtype`."""
-    if bits == 4:  # shifts of int8 keep the sign
+    """Returns the weight `[out, in]` of a `QuantizedLinear`, in `dtype`."""
+    if bits == 4:  # right shifts of int8 extend the sign
         weight = torch.stack([weight << 4 >> 4, weight >> 4], dim=2).flatten(1)
     groups = weight.to(dtype).unflatten(1, (scale.shape[1], -1))
     scale, offset = (part.to(dtype)[..., None] for part in (scale, offset))
@@ -113,9 +113,9 @@ def dequantized(
 
 
 def quantize_frozen(model: nn.Module, base: Base) -> nn.Module:
-    """`model` with each linear layer whose weight is frozen in the format `base`, but for the head, by
-    which the loss is computed, and layers whose input features have no common divisor of 16 or more
-    with `GROUP`."""
+    """Quantizes each linear layer with a frozen weight to the format `base`, in place, and returns
+    `model`. Layers that stay as they are: the head, which the loss uses, and layers whose number of
+    input features has no common divisor of 16 or more with `GROUP`."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     heads = (head, getattr(head, "base_layer", None))
     for parent, name in _frozen_linear(model):
@@ -125,13 +125,14 @@ def quantize_frozen(model: nn.Module, base: Base) -> nn.Module:
         if layer not in heads and group_of(weight.shape[1]) >= _LEAST_GROUP:
             setattr(parent, name, QuantizedLinear(weight, layer.bias, BITS[base], was_transposed))
     for param in model.parameters():
-        # Weights are often mapped from one file, which is in memory as long as one of them is.
+        # Weights are often memory-mapped from one file, which stays in memory until all are freed.
         param.data = param.data.clone()
     return model
 
 
 def _frozen_linear(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where they are: the layers themselves would all be kept alive until the last one is replaced."""
+    """Parents and names of the layers. A list of the layers would keep all of them alive until the last
+    one is replaced."""
     return [
         (parent, name)
         for parent in model.modules()
@@ -142,7 +143,8 @@ def _frozen_linear(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def dequantize(model: nn.Module) -> nn.Module:
-    """`model` with plain layers in place of those of `quantize_frozen`, and the weights of these."""
+    """Replaces the layers of `quantize_frozen` by plain ones with dequantized weights, in place, and
+    returns `model`."""
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, QuantizedLinear):
@@ -151,7 +153,7 @@ def dequantize(model: nn.Module) -> nn.Module:
 
 
 def num_weights(model: nn.Module) -> int:
-    """Numbers that the parameters of `model` stand for."""
+    """Returns the number of parameters of `model`, with quantized weights in their original shape."""
     total = sum(param.numel() for param in model.parameters())
     for layer in model.modules():
         if isinstance(layer, QuantizedLinear):
@@ -161,7 +163,7 @@ def num_weights(model: nn.Module) -> int:
 
 
 class _Product(torch.autograd.Function):
-    """`inputs @ weight.T + bias`; what is kept for backward are the bits."""
+    """`inputs @ weight.T + bias`; saves the quantized weight for backward."""
 
     @staticmethod
     def forward(

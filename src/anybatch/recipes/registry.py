@@ -1,10 +1,10 @@
-"""From a word to a `Task`: a recipe's name, or `FILE.py[:function]` of the user.
+"""Resolution of a specification to a `Task`: a recipe's name, or the user's `FILE.py[:function]`.
 
-The table below holds names, not functions: listing the recipes must not import torch, and a
-recipe whose library is not installed must not hide the others. A user's file is run as
-`python FILE.py` would run it (its folder in front of `sys.path`, for good, so that it may import
-its neighbours while training too), and what goes wrong in it is told with the lines of that file
-alone, not with thirty frames of the import system.
+The table below holds names, not functions, because listing the recipes must not import torch, and a
+recipe whose library is not installed must not hide the others. A user's file is executed as by `python
+FILE.py`: its folder is prepended to `sys.path` permanently, so that the file can import neighboring
+files during training too. Errors are reported with the frames of the user's files only, without those
+of the import system.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ _RECIPES = {
     "images": "Images in folders, one per class: a residual network, or a model of torchvision.",
     "text": "Text (the sources of Python's library, or any files): a transformer language model.",
 }
-"""What each trains: the function of that name in the module of that name."""
+"""Descriptions of the recipes. Each recipe is a function in the module of the same name."""
 
 _DEFAULT_FUNCTION = "task"
-_UNNAMED = "task"  # the name that a Task has if its author gave it none
+_UNNAMED = "task"  # default name of a Task
 
 
 def names() -> dict[str, str]:
-    """Every recipe's name and a line on what it trains. Loads neither torch nor any recipe."""
+    """Returns recipe names with one-line descriptions. Imports neither torch nor any recipe."""
     return dict(_RECIPES)
 
 
 def resolve(spec: str, options: Mapping[str, str] | None = None) -> Task:
-    """The task that `spec` means: a recipe's name, or `FILE.py[:function]` (default `task`).
+    """Returns the task for `spec`: a recipe's name, or `FILE.py[:function]` (default `task`).
 
-    `options` are the `key=value` strings of the command line; the function's annotations say what
-    they are converted to. A task that its function left unnamed is named after the recipe or file, and
-    knows where it is from.
+    `options` are the `key=value` strings of the command line, converted by the function's annotations.
+    A task without a name is named after the recipe or file. `Task.origin` is set, so that the task can
+    be resolved again.
 
     Raises:
-        InputError: one sentence that names the spec, what is wrong with it and what to do; where
-            the user's own code raised, its traceback follows. An `AnybatchError` of that code (a
-            task that cannot be trained, say) passes unchanged.
+        InputError: with one sentence that names the spec, the fault and the remedy, followed by the
+            traceback if the user's code raised. An `AnybatchError` raised by that code (for example,
+            for a task that cannot be trained) propagates unchanged.
     """
-    from anybatch.task import Origin, Task  # imports torch, which listing the recipes must not
+    from anybatch.task import Origin, Task  # imports torch, so not at module level
 
     found = _find(spec)
     bound = bind(found.function, options or {}, found.place)
@@ -80,10 +80,10 @@ def resolve(spec: str, options: Mapping[str, str] | None = None) -> Task:
 
 
 def options_of(spec: str) -> list[Option]:
-    """The options that `resolve(spec, ...)` takes: name, type, default, documentation.
+    """Returns the options that `resolve(spec, ...)` accepts: name, type, default, documentation.
 
-    Imports the recipe or runs the file, but does not call its function. Raises `InputError` as
-    `resolve` does.
+    Imports the recipe or executes the file, but does not call its function. Raises `InputError` like
+    `resolve`.
     """
     return options_in(_find(spec).function)
 
@@ -94,9 +94,9 @@ def options_of(spec: str) -> list[Option]:
 class _Found(NamedTuple):
     function: Callable[..., Any]
     place: str  # for messages: "the recipe 'digits'"
-    name: str  # for a task without one
-    file: Path  # whose frames a traceback shows
-    origin: str  # by which it is found again, from any folder
+    name: str  # for a task without a name
+    file: Path  # its frames are shown in tracebacks
+    origin: str  # spec that is valid from any folder
     sha256: str = ""  # of the user's file
 
 
@@ -125,13 +125,13 @@ def _find(spec: str) -> _Found:
 
 
 def file_of(spec: str) -> Path | None:
-    """The file that `spec` names, whether it is there or not; None for the name of a recipe."""
+    """Returns the file that `spec` names, whether or not it exists; None for the name of a recipe."""
     path, _ = _split(spec)
     return None if spec in _RECIPES else Path(os.path.expanduser(path)).resolve()
 
 
 def sha256_of(file: Path) -> str:
-    """The checksum of a file's content, in hexadecimal."""
+    """Returns the SHA-256 of a file's content, in hexadecimal."""
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
@@ -142,7 +142,7 @@ def _find_recipe(name: str) -> _Found:
 
 
 def _whole_paths(options: Mapping[str, str], arguments: Mapping[str, Any]) -> dict[str, str]:
-    """`options` by the names of the function's arguments; a path means the same from any folder."""
+    """Returns `options` keyed by the names of the function's arguments, with absolute paths."""
     told = {}
     for key, text in options.items():
         name = key if key in arguments else key.replace("-", "_")
@@ -152,7 +152,7 @@ def _whole_paths(options: Mapping[str, str], arguments: Mapping[str, Any]) -> di
 
 
 def _split(spec: str) -> tuple[str, str | None]:
-    """File and function; a colon that belongs to a folder's name is left where it is."""
+    """Splits `spec` into file and function. A colon inside a folder's name is not a separator."""
     path, colon, function = spec.rpartition(":")
     if colon and (path.endswith(".py") or os.sep not in function):
         return path, function
@@ -224,11 +224,11 @@ def _function_in(module: ModuleType, name: str, spec: str) -> Callable[..., Any]
 
 
 _loaded: dict[Path, tuple[ModuleType, tuple[int, int]]] = {}
-"""With the modification time and the size that the file had."""
+"""Modules by file, with the modification time and size that the file had when it was executed."""
 
 
 def _load(file: Path, spec: str) -> ModuleType:
-    """The module of `file`: run once, and again when the file has changed since."""
+    """Returns the module of `file`. The file is executed once, and again if it has changed since."""
     known, before = _loaded.get(file, (None, None))
     try:
         status = file.stat()
@@ -246,11 +246,11 @@ def _load(file: Path, spec: str) -> ModuleType:
 
 
 def _run(file: Path, name: str, spec: str) -> ModuleType:
-    # Compiled each time, as by `python FILE.py`: nothing is written beside the file, nothing is stale.
+    # Compiled each time, as by `python FILE.py`: no cache is written next to the file or can be stale.
     module = ModuleType(name)
     module.__file__ = str(file)
     before = sys.modules.get(name)
-    # Registered before it runs: dataclasses and pickle look a class's module up by name.
+    # Registered before execution, since dataclasses and pickle look up a class's module by name.
     sys.modules[name] = module
     try:
         exec(compile(file.read_bytes(), str(file), "exec", dont_inherit=True), vars(module))
@@ -269,11 +269,11 @@ def _run(file: Path, name: str, spec: str) -> ModuleType:
 
 
 def _module_name(file: Path) -> str:
-    """The name under which a plain `import` finds this very file, or else a unique one.
+    """Returns the name under which a plain `import` finds this file, or else a unique name.
 
-    With its own name, a neighbour that imports it gets the same module and not a second copy of its
-    classes, and a spawned process (which is given `sys.path`) can unpickle them. A file whose name
-    means another module (`json.py`, or a second `train.py`) must not take its place.
+    With its import name, a neighboring file that imports it gets the same module, not a second copy of
+    its classes, and a spawned process (which inherits `sys.path`) can unpickle them. A file with the
+    name of another module (`json.py`, or a second `train.py`) must not replace that module.
     """
     if file.stem.isidentifier() and file.stem not in sys.modules:
         importlib.invalidate_caches()
@@ -285,7 +285,7 @@ def _module_name(file: Path) -> str:
 
 
 def _short_traceback(error: BaseException, file: Path) -> str:
-    """The traceback with only the frames of the user's file and of its neighbours."""
+    """Formats the traceback with only the frames of the user's file and its neighboring files."""
     summary = traceback.TracebackException.from_exception(error)
     frames = [frame for frame in summary.stack if _is_own(Path(frame.filename), file)]
     lines = ["Traceback (the frames of your files only):\n"] if frames else []
@@ -295,8 +295,8 @@ def _short_traceback(error: BaseException, file: Path) -> str:
 
 
 def own_traceback(error: BaseException) -> str:
-    """The part of the traceback of `error` that lies in files that were run as tasks, and in their
-    neighbours; empty if it went through none of them."""
+    """Formats the traceback of `error` with only the frames of files that were executed as tasks and of
+    their neighboring files. Returns an empty string if there are no such frames."""
     frames = traceback.extract_tb(error.__traceback__)
     for file in _loaded:
         if any(Path(frame.filename) == file for frame in frames):

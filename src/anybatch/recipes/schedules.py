@@ -1,9 +1,9 @@
-"""Schedules: the factor for the learning rate as a pure function of `Progress`.
+"""Schedules: the learning rate factor as a pure function of `Progress`.
 
-They go by the *fraction* of training that is done, not by a count of steps, so one schedule serves
-every global batch: a batch sixteen times as large makes a sixteenth of the steps, and warms up over
-the same samples. Each helper returns a plain `functools.partial`, which can be sent to a worker
-process and costs nothing to restore, since there is no state in it.
+Schedules depend on the completed *fraction* of training, not on the number of steps, so one schedule
+works for every global batch: a batch sixteen times as large takes a sixteenth of the steps and warms up
+over the same number of samples. Each helper returns a plain `functools.partial`, which is picklable and
+has no state to restore.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def warmup_cosine(warmup: float = 0.1, floor: float = 0.0) -> Schedule:
-    """Linear from 0 to 1 over the first `warmup` of training, then half a cosine down to `floor`.
+    """Linear warmup from 0 to 1 in the fraction `warmup` of training, then cosine decay to `floor`.
 
-    The decay is that of Loshchilov and Hutter (2017), "SGDR", equation 5, without restarts; the
-    warm-up that of Goyal et al. (2017), section 2.2. Raises `InputError` if `warmup` or `floor` is
+    The decay follows Loshchilov and Hutter (2017), "SGDR", equation 5, without restarts; the warmup
+    follows Goyal et al. (2017), section 2.2. Raises `InputError` if `warmup` or `floor` is
     not between 0 and 1.
     """
     _check(warmup, floor)
@@ -30,7 +30,7 @@ def warmup_cosine(warmup: float = 0.1, floor: float = 0.0) -> Schedule:
 
 
 def warmup_linear(warmup: float = 0.1, floor: float = 0.0) -> Schedule:
-    """Linear from 0 to 1 over the first `warmup` of training, then linear down to `floor`.
+    """Linear warmup from 0 to 1 in the fraction `warmup` of training, then linear decay to `floor`.
 
     Raises `InputError` if `warmup` or `floor` is not between 0 and 1.
     """
@@ -39,7 +39,7 @@ def warmup_linear(warmup: float = 0.1, floor: float = 0.0) -> Schedule:
 
 
 def warmup_constant(warmup: float = 0.1) -> Schedule:
-    """Linear from 0 to 1 over the first `warmup` of training, then 1.
+    """Linear warmup from 0 to 1 in the fraction `warmup` of training, then constant at 1.
 
     Raises `InputError` if `warmup` is not between 0 and 1.
     """
@@ -47,12 +47,12 @@ def warmup_constant(warmup: float = 0.1) -> Schedule:
 
 
 def scaled_lr(lr: float, batch: int, reference: int, most: float, power: float = 0.5) -> float:
-    """The learning rate at a global `batch`, where it is `lr` at the `reference`: it grows with that
-    power of the batch, up to `most`, or `lr` if that is larger.
+    """Scales the learning rate `lr` from the global batch `reference` to the global batch `batch`:
+    `lr * (batch / reference) ** power`, at most `most`, or `lr` if that is larger.
 
-    For Adam the power is 0.5 (Malladi, Lyu, Panigrahi and Arora (2022), "On the SDEs and scaling rules
-    for adaptive gradient algorithms"), and of that rule the learning rate alone is taken: the betas
-    stay. For SGD it is 1 (Goyal et al. (2017), section 2.1).
+    For Adam, `power` is 0.5 (Malladi, Lyu, Panigrahi and Arora (2022), "On the SDEs and scaling rules
+    for adaptive gradient algorithms"); only the learning rate is scaled, and the betas are unchanged.
+    For SGD, `power` is 1 (Goyal et al. (2017), section 2.1).
     """
     return min(lr * (batch / reference) ** power, max(lr, most))
 
@@ -80,15 +80,15 @@ def _linear(progress: Progress, warmup: float, floor: float) -> float:
 
 
 def _middle(progress: Progress) -> float:
-    """The fraction done in the *middle* of the step that is about to run, 0 to 1.
+    """Returns the completed fraction, 0 to 1, at the *middle* of the step that is about to run.
 
-    At its start, the first step would run at a rate of zero: one step in a thousand does not miss
-    it, but at a very large batch a whole training may be twenty steps.
+    With the fraction at its start, the first step would have a learning rate of zero. That is
+    negligible for one step in a thousand, but with a very large batch a run may have only 20 steps.
     """
     half_step = 0.5 / progress.total_steps if progress.total_steps else 0.0
     return min(1.0, progress.fraction + half_step)
 
 
 def _part(done: float, warmup: float) -> float:
-    """How far `done` is on the way from `warmup` to 1."""
+    """Returns the position of `done` between `warmup` and 1, as a fraction."""
     return (done - warmup) / (1 - warmup) if warmup < 1 else 1.0

@@ -1,8 +1,9 @@
 """Text: a decoder-only language model, trained on text that every machine has.
 
-The task on which memory is a matter of sequences and of the vocabulary. Without `data` it reads the
-sources of Python's own library, so it needs no network and no package; with `data` any file or
-folder of text. Its loss counts tokens, not samples, and never holds the logits (`anybatch.lm_loss`).
+Memory in this task depends on the context length and the vocabulary. Without `data`, it reads the
+sources of Python's standard library, so it needs no network and no package; with `data`, any file or
+folder of text. The loss is weighted by tokens, not samples, and never stores all logits
+(`anybatch.lm_loss`).
 """
 
 from __future__ import annotations
@@ -51,29 +52,29 @@ def text(
 ) -> Task:
     """Predict each byte of a text from those before it, with a transformer.
 
-    A token is a byte, or the end of a text. A sample is a window of `context` tokens. The last 16th of
-    the text is held out. `bits_per_byte` and `perplexity` are over all held-out tokens, each predicted
-    once, from those before it in its window.
+    A token is a byte or the end of a text. A sample is a window of `context` tokens. The last 16th of
+    the text is held out. `bits_per_byte` and `perplexity` are computed over all held-out tokens; each
+    is predicted once, from the previous tokens in its window.
 
     Args:
         global_batch: windows per optimizer step.
         epochs: passes over the text.
         steps: optimizer steps, in place of epochs.
-        data: file or folder of text (UTF-8); without it the sources of Python's own library.
-        limit: bytes of text to read at most, such as 64MiB.
-        context: tokens of a window.
-        width: of the vectors between the blocks.
+        data: file or folder of text (UTF-8). Default: the sources of Python's standard library.
+        limit: maximum size of the text to read, such as 64MiB.
+        context: tokens per window.
+        width: size of the hidden vectors between blocks.
         depth: number of blocks.
-        heads: of attention in each block.
-        tied: whether the head is the embedding.
-        dropout: probability to drop a feature of the embedding, or of what a block adds.
-        lr: peak learning rate at 4096 tokens per step; see `scaled_lr` for others.
-        weight_decay: of AdamW, on weight matrices only.
-        prompt: what the text that is shown at the end begins with.
-        seed: of the order of windows, of initialisation, of dropout and of the text at the end.
+        heads: number of attention heads per block.
+        tied: whether the head shares its weight with the embedding.
+        dropout: dropout probability after the embedding and after each branch of a block.
+        lr: peak learning rate at 4096 tokens per step; see `scaled_lr` for other batch sizes.
+        weight_decay: weight decay of AdamW, applied to weight matrices except the embedding.
+        prompt: start of the text that is generated at the end.
+        seed: random seed for the order of windows, initialization, dropout and the generated text.
 
     Raises:
-        InputError: naming every option out of range, or what is wrong with the data.
+        InputError: if options are out of range (names all of them), or the data is invalid.
     """
     shape = Shape(NUM_TOKENS, context, width, depth, heads, dropout, tied)
     ranges = {
@@ -88,7 +89,7 @@ def text(
     source = read(data, parse_bytes(limit, "limit"))
     train = Windows(source.train, context, "the text to train on")
     valid = Windows(source.held_out, context, "the text that is held out")
-    batch = max(1, min(global_batch, len(train)))  # below 1, the task says what is wrong
+    batch = max(1, min(global_batch, len(train)))  # a value below 1 is reported by Task
     rate = scaled_lr(lr, batch * context, REFERENCE_TOKENS, LARGEST_LR)
     return Task(
         model=partial(Decoder, shape),
@@ -113,8 +114,8 @@ def text(
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
-    """Cross-entropy in nats, summed over the tokens that windows `[B, context + 1]` predict, and
-    their number; bits per byte, over the bytes `[B]` of these tokens."""
+    """Cross-entropy in nats, summed over the target tokens of windows `[B, context + 1]`, weighted by
+    their number; and bits per byte, with the number of target bytes `[B]`."""
     inputs, targets = _divided(batch[0])
     nats, counted = model(inputs, targets)
     bits = nats.detach() / math.log(2)
@@ -122,22 +123,22 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
 
 
 def measured(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Nats, number of targets, and how many of them were the likeliest token: see `TokenScore`."""
+    """Returns nats, number of targets, and number of targets predicted correctly, for `TokenScore`."""
     inputs, targets = _divided(batch[0])
     return model(inputs, targets, with_right=True)
 
 
 def _divided(windows: Tensor) -> tuple[Tensor, Tensor]:
     windows = windows.long()
-    return windows[:, :-1].clamp(min=0), windows[:, 1:]  # what counts nothing is no token either
+    return windows[:, :-1].clamp(min=0), windows[:, 1:]  # IGNORED is not a valid input token
 
 
 class TokenScore:
-    """A metric over all tokens of an evaluation, exact over any batches and ranks: sums are kept,
-    and the figure is computed from those of all.
+    """A metric over all tokens of an evaluation. It accumulates sums and computes the value from
+    the totals, so it is exact for any division into batches and ranks.
 
     Args:
-        figure: of the sums of nats, tokens and tokens that were right, in that order.
+        figure: function of the totals of nats, tokens and correct tokens, in this order.
     """
 
     def __init__(self, figure: Callable[[float, float, float], float]) -> None:
@@ -145,20 +146,20 @@ class TokenScore:
         self._sums = [0.0, 0.0, 0.0]
 
     def update(self, nats: Tensor, tokens: Tensor, right: Tensor) -> None:
-        """Add the sums of one batch."""
+        """Adds the sums of one batch."""
         self._add([float(nats), float(tokens), float(right)])
 
     def merge_state(self, others: list[Self]) -> None:
-        """Add the sums of other ranks."""
+        """Adds the sums of other ranks."""
         for other in others:
             self._add(other._sums)
 
     def compute(self) -> float:
-        """The figure; NaN over no tokens."""
+        """Returns the value, or NaN if there are no tokens."""
         return self._figure(*self._sums) if self._sums[1] else math.nan
 
     def reset(self) -> None:
-        """Forget all."""
+        """Sets all sums to zero."""
         self._sums = [0.0, 0.0, 0.0]
 
     def _add(self, sums: list[float]) -> None:
@@ -166,7 +167,7 @@ class TokenScore:
 
 
 def perplexity(nats: float, tokens: float, _right: float) -> float:
-    """e to the mean cross-entropy; infinite beyond the range of numbers."""
+    """Returns the exponential of the mean cross-entropy, or infinity if it overflows."""
     try:
         return math.exp(nats / tokens)
     except OverflowError:
@@ -174,13 +175,14 @@ def perplexity(nats: float, tokens: float, _right: float) -> float:
 
 
 def accuracy(_nats: float, tokens: float, right: float) -> float:
-    """The share of tokens that were the likeliest."""
+    """Returns the fraction of correct tokens."""
     return right / tokens
 
 
 def steps_between(num_samples: int, global_batch: int, epochs: int, steps: int | None) -> int:
-    """Steps from one evaluation to the next: four evaluations in a run, and one in each epoch."""
-    batch = max(1, min(global_batch, num_samples))  # below 1, the task says what is wrong
+    """Returns the number of steps between evaluations, for about four per run, and at least one per
+    epoch."""
+    batch = max(1, min(global_batch, num_samples))  # a value below 1 is reported by Task
     epoch_steps = -(-num_samples // batch)
     return max(1, min(epoch_steps, -(-(steps or epoch_steps * epochs) // _EVALUATIONS)))
 
@@ -189,7 +191,7 @@ def steps_between(num_samples: int, global_batch: int, epochs: int, steps: int |
 
 
 def told(model: nn.Module, context: int, prompt: str, seed: int, origin: str) -> str:
-    """What the text was, and what the model makes of `prompt`."""
+    """Returns a report: the origin of the text, and a text that the model generates from `prompt`."""
     begin = list(prompt.encode(errors="replace")) or [END]
     made = bytes(generated(model, begin, END, context, seed)).decode(errors="replace")
     return (
@@ -199,7 +201,7 @@ def told(model: nn.Module, context: int, prompt: str, seed: int, origin: str) ->
 
 
 def printable(text: str) -> str:
-    """`text` without control characters and without blanks at its ends."""
+    """Replaces control characters in `text`, and removes whitespace at its ends."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text).strip()
 
 
@@ -207,9 +209,8 @@ def printable(text: str) -> str:
 def generated(
     model: nn.Module, begin: Sequence[int], end: int, context: int, seed: int
 ) -> Iterator[int]:
-    """Tokens drawn one after the other from what `model` (in evaluation mode) expects after `begin`
-    and those before: at most 300, none from `end` on. The same for a seed, but for the rounding of
-    the device."""
+    """Yields tokens sampled one by one from `model` (in evaluation mode), starting after `begin`, until
+    `end` or 300 tokens. Deterministic for a seed, except for rounding differences between devices."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     tokens = list(begin)

@@ -1,11 +1,11 @@
-"""Text: read from files in a fixed order, held out in part, and cut into windows of tokens. A token is
-a byte; one more, `END`, ends a text.
+"""Text data: read from files in a fixed order, split into training and held-out parts, and cut into
+windows of tokens. A token is a byte, or `END` after each text.
 
     texts      a.py .................. | b.py ........ | c.py ...
-    tokens     t0 t1 t2 t3 t4 t5 t6 t7 t8 t9 ...               one stream, an end after each text
+    tokens     t0 t1 t2 t3 t4 t5 t6 t7 t8 t9 ...               one stream, with END after each text
     window 0   t0 t1 t2 t3 t4                                  context 4: 4 tokens, each of which
     window 1               t4 t5 t6 t7 t8                      predicts the next one
-    window 2                           t8 t9 -  -  -           - counts nothing
+    window 2                           t8 t9 -  -  -           - is ignored
 
 So every token but the first is predicted exactly once, and no window depends on the batch.
 """
@@ -33,16 +33,16 @@ END = 256
 NUM_TOKENS = END + 1
 
 IGNORED = -100
-"""Stands where a window has no token: as a target it counts nothing."""
+"""Fills positions of a window without a token. As a target, it is ignored."""
 
 EVERY = 16
-"""One part of so many is held out."""
+"""One part in `EVERY` is held out."""
 
 _NOT_THE_LIBRARY = ("site-packages", "dist-packages", "test", "tests", "idle_test")
 
 
 class Text(NamedTuple):
-    """Texts, UTF-8, to train on and held out, and a sentence on where they are from."""
+    """Training and held-out texts in UTF-8, and a description of their origin."""
 
     train: list[bytes]
     held_out: list[bytes]
@@ -52,16 +52,16 @@ class Text(NamedTuple):
 class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Windows of a stream of tokens; see the module.
 
-    A sample is `(tokens [context + 1], bytes [])`: int16 with `IGNORED` after the end of the stream,
-    and how many of the predicted tokens are bytes, int64.
+    A sample is `(tokens [context + 1], bytes [])`: tokens in int16, with `IGNORED` after the end of the
+    stream, and the number of target tokens that are bytes, in int64.
 
     Args:
-        texts: what the stream is made of, in order.
-        context: tokens of a window that predict.
-        what: names the texts in errors.
+        texts: texts of the stream, in order.
+        context: number of tokens per window that have a target.
+        what: name of the texts in error messages.
 
     Attributes:
-        lengths: tokens of each window that predict, int64, for a global batch in tokens.
+        lengths: number of tokens with a target in each window, int64, for a global batch in tokens.
 
     Raises `InputError` if the stream does not fill one window.
     """
@@ -93,21 +93,20 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def stream(texts: Iterable[bytes]) -> Tensor:
-    """The bytes of all `texts` as tokens `[n]` int16, with `END` after each text."""
+    """Returns the bytes of all `texts` as tokens `[n]` int16, with `END` after each text."""
     end = np.array([END], np.int16)
     parts = [part for text in texts for part in (np.frombuffer(text, np.uint8), end)]
     return torch.from_numpy(np.concatenate([end[:0], *parts], dtype=np.int16))
 
 
 def read(data: Path | None, limit: int) -> Text:
-    """The first `limit` bytes of text in `data`, divided.
+    """Reads the first `limit` bytes of text in `data`, and splits off the held-out part.
 
-    A folder is read file by file, those at its top first, then by path, hidden ones left out; files
-    that are not text (UTF-8 without zero bytes) are left out with a warning that names them. None:
-    the sources of Python's own library, without its tests.
+    The files of a folder are read by depth, then by path. Hidden files are skipped; files that are not
+    text (UTF-8 without zero bytes) are skipped with a warning that names them. If `data` is None, the
+    sources of Python's standard library are read, without its tests.
 
-    Raises `InputError` if there is no text: no such file or folder, none in it, or a file that is
-    something else.
+    Raises `InputError` if the file or folder does not exist, has no text, or the file is not text.
     """
     if data is None:
         folder = Path(sysconfig.get_paths()["stdlib"])
@@ -138,7 +137,7 @@ def read(data: Path | None, limit: int) -> Text:
 
 
 def _divided(texts: list[bytes], origin: str) -> Text:
-    """The last 16th is held out, from a line's begin on."""
+    """Splits off the last 16th, from the start of a line."""
     size = sum(map(len, texts))
     place = size - size // EVERY
     train: list[bytes] = []
@@ -159,7 +158,7 @@ def _divided(texts: list[bytes], origin: str) -> Text:
 
 
 class _NotText(Exception):
-    """What a file has that text does not."""
+    """Raised for a file that is not text, with the reason."""
 
 
 def _read_file(path: Path, limit: int) -> bytes:
@@ -182,8 +181,8 @@ def _read_file(path: Path, limit: int) -> bytes:
 
 
 def _read_folder(folder: Path, limit: int, library: bool) -> tuple[list[bytes], list[str]]:
-    """The first `limit` bytes of text in the files of `folder`, by depth and then by path, and the
-    names of those among them that are no text."""
+    """Reads the first `limit` bytes of text in the files of `folder`, by depth and then by path.
+    Returns the texts and the names of the files that are not text or cannot be read."""
     texts: list[bytes] = []
     left_out: list[str] = []
     for path in sorted(_walk(folder, library), key=lambda path: (len(path.parts), path.parts)):
@@ -206,12 +205,12 @@ def _walk(folder: Path, library: bool) -> Iterator[Path]:
         for name in files:
             path = Path(place, name)
             named = name.endswith(".py") if library else not name.startswith(".")
-            if named and path.is_file():  # no pipe, which would be waited for
+            if named and path.is_file():  # not a pipe, which would block
                 yield path
 
 
 def _beginning(path: Path, limit: int) -> bytes:
-    """The first `limit` bytes of the file. Raises `OSError` or `_NotText`."""
+    """Reads the first `limit` bytes of a file. Raises `OSError` or `_NotText`."""
     with path.open("rb") as file:
         text = file.read(limit)
         is_whole = not file.read(1)

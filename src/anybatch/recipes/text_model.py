@@ -1,12 +1,12 @@
-"""A decoder: the transformer that predicts each token from those before it.
+"""Decoder-only transformer, which predicts each token from the previous ones.
 
     tokens  ->  embedding  ->  block 0  ->  ...  ->  block n-1  ->  norm  ->  head
     [B, T]      [B, T, W]      x + attention(norm(x)), then x + mlp(norm(x))    [B, T, V]
 
-Pre-norm blocks with rotary positions and SwiGLU, no biases: as in Llama (Touvron et al. 2023,
-"LLaMA: open and efficient foundation language models", section 2.2), but with LayerNorm, which torch
-has as one kernel on every device. The loss is a part of forward, where the head's weight is whole
-also if it is divided over ranks; the logits are never in memory at once.
+Pre-norm blocks with rotary position embeddings and SwiGLU, without biases, as in Llama (Touvron et al.
+2023, "LLaMA: open and efficient foundation language models", section 2.2), but with LayerNorm, which
+torch has as a single kernel on every device. The loss is computed in forward, where the head's weight
+is complete even if it is sharded across ranks. The logits are never all in memory.
 
     B samples   T tokens of context   W width   H heads   D = W / H   V vocabulary
 """
@@ -28,7 +28,7 @@ _LOGITS_AT_ONCE = 1 << 20
 
 
 class Shape(NamedTuple):
-    """Sizes of a decoder; `width` is a multiple of `heads`, and that quotient is even."""
+    """Sizes of a decoder. `width / heads` must be an even integer."""
 
     vocabulary: int
     context: int
@@ -40,7 +40,7 @@ class Shape(NamedTuple):
 
 
 class Attention(nn.Module):
-    """x [B, T, W] -> [B, T, W]: each place looks at itself and those before it."""
+    """Causal self-attention, x [B, T, W] -> [B, T, W]."""
 
     turns: Tensor
 
@@ -61,8 +61,8 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """x [B, T, W] -> [B, T, W] (Shazeer 2020, "GLU variants improve transformer"). Its inner width is
-    8/3 W, so that it has as many weights as a plain one of 4 W."""
+    """Gated MLP, x [B, T, W] -> [B, T, W] (Shazeer 2020, "GLU variants improve transformer"). Its inner
+    width is 8/3 W, so it has as many weights as a plain MLP with inner width 4 W."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """x [B, T, W] -> [B, T, W]."""
+    """Transformer block, x [B, T, W] -> [B, T, W]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -92,11 +92,12 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """See the module. Dropout is on the embedding and on what each block adds.
+    """Decoder; see the module. Dropout applies to the embedding and to the output of each branch.
 
-    Weights are drawn from a normal distribution of 0.02, those at the end of a branch from one that
-    is narrower by the root of the number of branches, so that their sum does not grow with depth
-    (Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.3).
+    Weights are initialized from a normal distribution with standard deviation 0.02. For the last layer
+    of a branch, this is divided by the square root of the number of branches, so that the sum of the
+    branches does not grow with depth (Radford et al. 2019, "Language models are unsupervised multitask
+    learners", section 2.3).
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -116,11 +117,11 @@ class Decoder(nn.Module):
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, with_right: bool = False
     ) -> Tensor | tuple[Tensor, ...]:
-        """Without targets the logits of what follows the last token, `[B, V]`.
+        """Without targets, returns the logits `[B, V]` of the token after the last one.
 
-        With targets, int64 `[B, T]` with -100 for none: the sum of the cross-entropies in nats and
-        the number of targets; `with_right` also how many of them were the likeliest token. `tokens`
-        are integers `[B, T]`, T at most the context.
+        With targets, int64 `[B, T]` (-100 is ignored), returns the sum of cross-entropies in nats and
+        the number of targets; `with_right` adds the number of correctly predicted targets. `tokens` are
+        integers `[B, T]`, where T is at most the context.
         """
         hidden = self.norm(self.blocks(self.drop(self.embedding(tokens))))
         if targets is None:
@@ -132,22 +133,22 @@ class Decoder(nn.Module):
         return loss.sum, counted, self._num_right(hidden.flatten(0, 1), targets.flatten())
 
     def _num_right(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """How many targets `[N]` are the likeliest token, with a part of the logits at a time."""
+        """Counts the targets `[N]` with the largest logit, computing the logits in chunks."""
         size = max(1, _LOGITS_AT_ONCE // self.head.out_features)
         pairs = zip(hidden.split(size), targets.split(size), strict=True)
         return torch.stack([(self.head(h).argmax(-1) == t).sum() for h, t in pairs]).sum()
 
 
 def rotary(context: int, head_size: int) -> Tensor:
-    """The turns of rotary positions `[2, T, D/2]`, cosines and sines: place p turns pair i by
-    `p * 10000 ** (-2 i / D)` (Su et al. 2021, "RoFormer", section 3.2.2)."""
+    """Returns cosines and sines of rotary position embeddings, `[2, T, D/2]`: at position p, pair i is
+    rotated by the angle `p * 10000 ** (-2 i / D)` (Su et al. 2021, "RoFormer", section 3.2.2)."""
     steps = torch.arange(0, head_size, 2, dtype=torch.float64) / head_size
     angles = torch.outer(torch.arange(context, dtype=torch.float64), ROTARY_BASE**-steps)
     return torch.stack([angles.cos(), angles.sin()]).to(torch.get_default_dtype())
 
 
 def rotated(x: Tensor, turns: Tensor) -> Tensor:
-    """Queries or keys `[B, H, T, D]`, turned by their places; pair i is the elements i and i + D/2."""
+    """Rotates queries or keys `[B, H, T, D]` by their positions; pair i is elements i and i + D/2."""
     cos, sin = turns[:, : x.size(-2)].to(x.dtype)
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
