@@ -27,7 +27,9 @@ from anybatch.recipes.schedules import scaled_lr, warmup_cosine
 from anybatch.task import Loss, Task
 
 REFERENCE_BATCH = 128
-LARGEST_LR = 1e-2  # the square-root rule assumes noisy gradients; a full-data-set batch has no noise
+LARGEST_LR = (
+    1e-2  # the square-root rule assumes noisy gradients; a full-data-set batch has no noise
+)
 
 
 def digits(

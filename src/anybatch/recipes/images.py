@@ -115,9 +115,7 @@ def images(
     if pixels is None:
         pixels = _SMALL_PIXELS if model == "small" else _PIXELS
     found = find(data.expanduser(), held_out, seed)
-    batch = max(
-        1, min(global_batch, len(found.train.paths))
-    )  # a value below 1 is reported by Task
+    batch = max(1, min(global_batch, len(found.train.paths)))  # a value below 1 is reported by Task
     if optimizer == "sgd" or (optimizer is None and model != "small"):
         rate = scaled_lr(lr or SGD_LR, batch, REFERENCE_BATCH, LARGEST_SGD_LR, power=1)
         make = partial(torch.optim.SGD, lr=rate, momentum=0.9, nesterov=True)
