@@ -29,7 +29,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakMethod, finalize
@@ -64,6 +64,7 @@ from anybatch.data import (
     ghosts,
     micro_batches,
     num_samples_of,
+    split,
     to_device,
 )
 from anybatch.data import slice_batch as slice_samples
@@ -635,7 +636,10 @@ class Step:
                     return replace(part, peak_bytes=about)
             return self._run(engine, batch, choice, size, most=2, kernels=kernels)
 
-        found = Rehearsing(plan, self._replica, rehearse, used, is_fixed=True).plan()
+        # Cutting is faster than returning freed memory, unless BatchNorm normalizes over the whole.
+        found = Rehearsing(
+            plan, self._replica, rehearse, used, is_fixed=True, may_return=self._is_whole
+        ).plan()
         if found is not None and found.prediction is not None:
             told = found.prediction.model_copy(update={"rehearsed": is_run})
             self._own = found.model_copy(update={"prediction": told})
@@ -934,19 +938,23 @@ class _Pieces(Source):
         self._check = check  # raises if this rank cannot run the step
         self.ranges: Sequence[range] = ()
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of samples; 0 if they cannot be counted, in which case the step itself raises the
         error."""
         with suppress(DataError):
-            return 0 if self._batch is None else self._cutting.count(self._batch)
+            return self._count
         return 0
+
+    @cached_property
+    def _count(self) -> int:
+        return 0 if self._batch is None else self._cutting.count(self._batch)
 
     def micro_batches(self, choice: Choice, keep: bool = False) -> Iterator[MicroBatch]:
         """See `engine.Source`."""
         self._check()
         ghost = self._ghost
-        whole = 0 if self._batch is None else self._cutting.count(self._batch)
+        whole = self._count
         size = max(choice.micro_batch, whole if self._is_whole else min(ghost or 1, whole))
         if ghost and size % ghost and size < whole:
             size = max(ghost, size // ghost * ghost)
@@ -963,19 +971,22 @@ class _Pieces(Source):
         made to it are undone."""
         self._copies.put_back()
         self._copies.forget()
-        ghost, whole = self._ghost, self.own_samples
-        for number, part in enumerate(self.ranges):
-            piece = (
-                self._batch
-                if len(part) == whole
-                else self._cutting.cut(self._batch, part.start, part.stop)
-            )
+        ghost, last = self._ghost, len(self.ranges) - 1
+        for number, (part, piece) in enumerate(zip(self.ranges, self._pieces(), strict=True)):
             self._copies.keep(piece)
             piece = to_device(piece, self._device, non_blocking=True)
             cut = ghosts(len(part), ghost) if ghost else ()
-            yield MicroBatch(piece, len(part), cut, last=number + 1 == len(self.ranges))
+            yield MicroBatch(piece, len(part), cut, last=number == last)
             del piece
             self._copies.passed()
+
+    def _pieces(self) -> Iterable[Any]:
+        """The samples of each range; views of the batch, unless the user cuts it."""
+        if len(self.ranges) < 2:
+            return [self._batch] * len(self.ranges)
+        if self._cutting.cut is slice_samples:
+            return split(self._batch, [*map(len, self.ranges)])
+        return (self._cutting.cut(self._batch, part.start, part.stop) for part in self.ranges)
 
     def first_samples(self, most: int, batch: Any) -> tuple[Callable[[int, int], Any], int]:
         """See `engine.Source`."""

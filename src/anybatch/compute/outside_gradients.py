@@ -32,6 +32,10 @@ class OutsideGradients:
         # Weak, so that tensors created by the loss are freed with their pass.
         self._before = WeakTensorKeyDictionary()
 
+    def __bool__(self) -> bool:
+        """Whether any leaf was recorded in this step."""
+        return len(self._before) > 0
+
     def note(self, loss: Tensor) -> None:
         """Set aside the gradients of the leaves that backward of `loss` will reach. Called before each
         backward; in a step, each leaf is recorded once."""
@@ -66,13 +70,13 @@ class OutsideGradients:
 
 def _leaves_of(result: Tensor) -> Iterator[Tensor]:
     """Yield the leaves that `backward` of `result` accumulates gradients into. `result` has a graph."""
-    found: set[Any] = {result.grad_fn}
+    found: set[Any] = {None, result.grad_fn}
     nodes: list[Any] = [result.grad_fn]
     while nodes:
-        node = nodes.pop()
-        if type(node) is _LEAF:
-            yield node.variable
-        for before, _ in node.next_functions:
-            if before is not None and before not in found:
-                found.add(before)
-                nodes.append(before)
+        for node, _ in nodes.pop().next_functions:
+            if node not in found:
+                found.add(node)
+                if type(node) is _LEAF:
+                    yield node.variable
+                else:
+                    nodes.append(node)

@@ -9,7 +9,7 @@ copied just before it is written to.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -21,11 +21,15 @@ from torch.utils._pytree import tree_leaves
 
 @final
 class ParameterWrites:
-    """Copies of the frozen parameters that forward writes to; see the module docstring."""
+    """Copies of the frozen parameters that forward writes to; see the module docstring.
+
+    Attributes:
+        is_known: whether it is known which parameters these are, so that no pass is watched.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._is_known = False  # whether it is known which parameters these are
+        self.is_known: bool = False
         self._saved: dict[nn.Parameter, Tensor] = {}
 
     def save(self) -> None:
@@ -41,13 +45,13 @@ class ParameterWrites:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Context manager around a forward pass. The first pass copies parameters that it writes to."""
-        frozen = {} if self._is_known or detect_fake_mode() is not None else _frozen(self._model)
-        if not frozen:
+        if self.is_known or detect_fake_mode() is not None:
             yield
             return
-        with _CopyOnWrite(frozen, self._saved):
+        frozen = _frozen(self._model)
+        with _CopyOnWrite(frozen, self._saved) if frozen else nullcontext():
             yield
-        self._is_known = True
+        self.is_known = True
 
 
 class _CopyOnWrite(TorchDispatchMode):

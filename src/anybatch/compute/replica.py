@@ -358,8 +358,13 @@ class Replica:
                     self._is_loss_known = True
                     self._is_told |= warn_of_reduction(self.loss_as_given, returned, num_samples)
                 loss = read_loss(returned, partial(samples_left, batch, num_samples))
-                is_real = not self.is_joint and detect_fake_mode() is None
-                if num_samples and is_real and isinstance(returned, Tensor) and loss.weight:
+                counts = num_samples > 0 and not self.is_joint
+                if (
+                    isinstance(returned, Tensor)
+                    and counts
+                    and loss.weight
+                    and detect_fake_mode() is None
+                ):
                     self._means.note(returned, float(loss.weight))
                 mean = returned if whole and isinstance(returned, Tensor) else None
                 del returned  # otherwise backward would hold everything else that the loss returned
@@ -384,8 +389,10 @@ class Replica:
         return Loss(loss.sum.detach(), loss.weight, loss.metrics, outputs)
 
     def _watched_writes(self) -> AbstractContextManager[None]:
-        compiled = self._kernels.compile or kernel_choices.is_compiled(self.model)
-        return nullcontext() if compiled else self.parameter_writes.watched()
+        writes = self.parameter_writes
+        if writes.is_known or self._kernels.compile or kernel_choices.is_compiled(self.model):
+            return nullcontext()
+        return writes.watched()
 
     def region(self) -> AbstractContextManager[Any]:
         """Context manager in which forward passes run, in the precision of the plan."""
@@ -530,7 +537,7 @@ class Replica:
             self._numerics.scaler.unscale_(self.updater)  # pyright: ignore[reportArgumentType]
         gradients = [_own(p.grad) for p in self.parameters if p.grad is not None]
         divisor = 1.0 if self._is_mean else total_weight * self._numerics.gradient_factor
-        if self._outside_gradients is not None:
+        if self._outside_gradients:
             whole = torch.full((), divisor, dtype=torch.float64, device=gradients[0].device)
             self._outside_gradients.divide(self._scaled(whole))
         if divisor != 1.0 and any(gradient.dtype == torch.float16 for gradient in gradients):
@@ -564,7 +571,7 @@ class Replica:
                 self.drop()
                 return False
         self._numerics.publish()
-        if self._outside_gradients is not None:
+        if self._outside_gradients:
             self._outside_gradients.keep()
         if not self.keeps_gradients:
             self.drop()
@@ -623,7 +630,7 @@ class Replica:
         self.begin_step()
         for param in self._with_gradient:
             param.grad = None
-        if self._outside_gradients is not None:
+        if self._outside_gradients:
             self._outside_gradients.drop()
         if self._buckets is not None:
             self._buckets.drop()

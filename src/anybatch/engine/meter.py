@@ -12,7 +12,13 @@ import psutil
 import torch
 
 from anybatch.process.cuda_driver import beside_bytes, release_unused, release_workspaces
-from anybatch.process.process_memory import filled_addresses, free_in_heap, reset_peak, status
+from anybatch.process.process_memory import (
+    filled_addresses,
+    free_in_heap,
+    reset_peak,
+    status,
+    statuses,
+)
 
 
 class Meter(ABC):
@@ -134,7 +140,10 @@ class CpuMeter(Meter):
 
     def _peak_of_kernel(self) -> int:
         """Returns the kernel's peak since it was last reset; without it, the current bytes."""
-        return status("VmHWM") - self._code_bytes() if self._exact else self._own_bytes()
+        if not self._exact:
+            return self._own_bytes()
+        peak, code = statuses("VmHWM", "RssFile")
+        return peak - (code - self._files)
 
     def _filled(self) -> int:
         """Returns a size that grows with the script's allocations, not with its use of free pages."""

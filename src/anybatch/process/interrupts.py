@@ -25,11 +25,9 @@ def held() -> Iterator[None]:
     has an effect only in the main thread and if a Python handler is installed for SIGINT; a nested
     block has no effect."""
     global _is_held, _then
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or not callable(signal.getsignal(signal.SIGINT))
-        or _is_held
-    ):
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT) if is_main and not _is_held else None
+    if not callable(before):
         yield
         return
     came: list[int] = []
@@ -38,7 +36,7 @@ def held() -> Iterator[None]:
         came.append(number)
 
     try:
-        _then = signal.getsignal(signal.SIGINT)
+        _then = before
         _is_held = True
         signal.signal(signal.SIGINT, note)
         yield

@@ -140,7 +140,7 @@ class _MallInfo(ctypes.Structure):
 def filled_addresses() -> int:
     """Bytes of addresses of data and of shared memory, without free memory of the heap (Linux).
     `trim` does not change it."""
-    return status("VmData") - (free_in_heap() or 0) + status("RssShmem")
+    return sum(statuses("VmData", "RssShmem")) - (free_in_heap() or 0)
 
 
 def trim() -> None:
@@ -152,11 +152,14 @@ def trim() -> None:
 
 def status(field: str) -> int:
     """A field of this process's status, in bytes (Linux)."""
-    with open("/proc/self/status", encoding="ascii") as file:
-        for line in file:
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) << 10
-    raise KeyError(field)
+    return statuses(field)[0]
+
+
+def statuses(*fields: str) -> list[int]:
+    """Fields of this process's status at one moment, in bytes (Linux)."""
+    with open("/proc/self/status", "rb", buffering=0) as file:
+        text = file.read().decode("ascii", "replace")
+    return [int(text.partition(f"\n{field}:")[2].split(None, 1)[0]) << 10 for field in fields]
 
 
 def reset_peak() -> bool:

@@ -71,6 +71,7 @@ class Rehearsing:
             what they took on the rank that took the most; None: memory ran out on a rank.
         used_bytes: memory in use before any pass.
         is_fixed: whether the micro-batch and the recomputation must not be changed.
+        may_return: whether freed memory may be returned to the operating system, which is slow.
     """
 
     def __init__(
@@ -80,10 +81,12 @@ class Rehearsing:
         rehearse: Callable[[Choice, KernelChoices | None], Rehearsed | None],
         used_bytes: int,
         is_fixed: bool = False,
+        may_return: bool = True,
     ) -> None:
         self._plan = plan
         self._rehearse = rehearse
         self._fixed = is_fixed or plan.task.grain is not None
+        self._may_return = may_return and plan.device == "cpu" and plan.enforced
         self._whole = plan.largest_amount
         self._unit = min(plan.task.unit, self._whole)
         budget = plan.budget_bytes
@@ -128,7 +131,7 @@ class Rehearsing:
             if _way(choice) not in map(_way, ways):
                 ways.append(choice)
         yield from ways
-        if self._kind == "cpu" and self._plan.enforced:
+        if self._may_return:
             for way in ways:
                 if way.freed_memory == "kept":
                     yield way.model_copy(update={"freed_memory": "returned"})

@@ -195,6 +195,11 @@ def test_what_does_not_fit_recomputes_and_at_last_returns_freed_memory():
     found, _ = rehearsed(plan, only(lambda c: c.freed_memory == "returned"), task)
     assert found.choice.freed_memory == "returned"
     assert found.choice.recompute == Recompute()
+    # A whole batch that would fit so is left to the plan that cuts it, which is faster.
+    whole = {"is_fixed": True, "may_return": False}
+    found, tried = rehearsed(plan, only(lambda c: c.freed_memory == "returned"), task, **whole)
+    assert found is None
+    assert [choice.freed_memory for choice in tried] == ["kept"]
     # Where no budget is enforced freed memory is never returned.
     task, plan = traced()
     with pytest.raises(NoPlanFits):
