@@ -390,16 +390,17 @@ def _recorded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tenso
     """The result of a function of scores, or None if it needs all of them."""
     scores = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Scores)]
     first, num_rows = scores[0], scores[0].size(-2)
+    leads = len(args) > 0 and first is args[0]
     rule = _RULES.get(func)
     if rule is not None:
-        return rule(func, *args, **kwargs) if first is args[0] and len(scores) == 1 else None
+        return rule(func, *args, **kwargs) if leads and len(scores) == 1 else None
     if func is torch.einsum:
         return _second_einsum(*args) if len(scores) == 1 else None
     if any(one.size(-2) != num_rows for one in scores):
         return None
     if func in _BY_ELEMENT:
         return _call(func, args, kwargs, num_rows)
-    if func in _IN_PLACE and first is args[0]:
+    if func in _IN_PLACE and leads:
         changed = _call(_IN_PLACE[func], args, kwargs, num_rows)
         if changed is None:
             raise NotChunkable("writes to its scores in place")

@@ -292,7 +292,15 @@ class Kept(Attention):
         return self.weights @ v
 
 
-@pytest.mark.parametrize("make", [Sums, Columns, Turned, Kept])
+class Named(Attention):
+    """Calls by keyword, for which there is no rule."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = torch.softmax(input=q @ k.mT, dim=-1)
+        return torch.matmul(input=weights, other=v)
+
+
+@pytest.mark.parametrize("make", [Sums, Columns, Turned, Kept, Named])
 def test_scores_used_in_another_way_are_computed_as_a_whole(make: Callable[[], nn.Module]):
     torch.manual_seed(0)
     model = Model(make).double()
