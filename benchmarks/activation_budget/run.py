@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -156,16 +157,10 @@ def main() -> None:
         told += [ours.get("plan", "–"), *(shown(theirs[solver], plain) for solver in solvers)]
         lines.append(f"| {' | '.join(told)} |")
         print(lines[-1], flush=True)
-    lines += ["", f"{platform.machine()}, {os.cpu_count()} cores, torch {_torch()}."]
+    lines += ["", f"{platform.machine()}, {os.cpu_count()} cores, torch {version('torch')}."]
     (RESULTS / "activation_budget.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     text = json.dumps(found, indent=2)
     (RESULTS / "activation_budget.json").write_text(text + "\n", encoding="utf-8")
-
-
-def _torch() -> str:
-    from importlib.metadata import version
-
-    return version("torch")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def footprint(subject: Subject, choice: Choice, device: Device) -> Footprint:
     """
     traced = traced_step(subject, choice, device)
     return Footprint(
-        peak=peak_of(traced, beside_training(subject, choice, device), device),
+        peak=peak_of(traced, constant_bytes(subject, choice, device), device),
         commit_bytes=traced.commit_bytes,
         method=method_on(subject.as_traced(device)),
     )
@@ -60,18 +60,18 @@ def traced_step(subject: Subject, choice: Choice, device: Device) -> Traced:
     return with_workspaces(family.at(choice.micro_batch), device)
 
 
-def beside_training(subject: Subject, choice: Choice, device: Device) -> dict[str, int]:
+def constant_bytes(subject: Subject, choice: Choice, device: Device) -> dict[str, int]:
     """Return the bytes, by kind, that are held during training in addition to the tensors of a
     trace."""
     if device.kind != "cpu":
-        return _beside_on_device(subject, device)
+        return _constant_on_device(subject, device)
     waiting = 0
     if subject.is_encoded_first(choice.micro_batch):
         waiting = (subject.whole - choice.micro_batch) * subject.samples.waiting_bytes
     return {"input batch": subject.samples.held_bytes + waiting}
 
 
-def _beside_on_device(subject: Subject, device: Device) -> dict[str, int]:
+def _constant_on_device(subject: Subject, device: Device) -> dict[str, int]:
     spoken = communicator_bytes(device) if subject.speaks else 0
     return {"libraries": spoken, "device context": context_bytes_of(device)}
 
@@ -93,5 +93,5 @@ def evaluation_peak(subject: Subject, choice: Choice, device: Device) -> Peak:
             )
         )
     traced = with_workspaces(family.at(choice.evaluation_batch), device)
-    beside = {} if device.kind == "cpu" else _beside_on_device(subject, device)
-    return peak_of(traced, beside, device)
+    constant = {} if device.kind == "cpu" else _constant_on_device(subject, device)
+    return peak_of(traced, constant, device)

@@ -16,7 +16,7 @@ from typing import Any
 from anybatch.estimate.allocator import Taken
 from anybatch.estimate.eager import eagerly
 from anybatch.estimate.family import Traced
-from anybatch.estimate.footprint import beside_training, footprint, trace_step
+from anybatch.estimate.footprint import constant_bytes, footprint, trace_step
 from anybatch.estimate.head import head_of
 from anybatch.estimate.peak import (
     KINDS,
@@ -204,9 +204,9 @@ def ledger(subject: Subject, choice: Choice, device: Device) -> Ledger:
     """
     traced = with_workspaces(trace_step(subject, choice, device), device)
     taken = allocator_of(device).replay(traced.timeline)
-    beside = beside_training(subject, choice, device)
-    account = _Account(traced, taken, beside, subject.division)
-    peak = peak_at(traced, taken, beside, device)
+    constant = constant_bytes(subject, choice, device)
+    account = _Account(traced, taken, constant, subject.division)
+    peak = peak_at(traced, taken, constant, device)
     in_chunks = _in_chunks(subject, choice, device)
     if subject.division is not None:
         peak = peak.divided(subject.division)
@@ -241,23 +241,23 @@ class _Account:
 
     Args:
         traced, taken: the trace, and the result of its replay by the allocator.
-        beside: bytes by kind that stay allocated.
+        constant: bytes by kind that stay allocated.
         division: division of the model over ranks, or None. If given, the bytes are those of one
             rank.
     """
 
     def __init__(
-        self, traced: Traced, taken: Taken, beside: dict[str, int], division: Division | None
+        self, traced: Traced, taken: Taken, constant: dict[str, int], division: Division | None
     ) -> None:
         self._traced = traced
         self._timeline = traced.timeline
         self._taken = taken
         self._division = division
         self._kinds = Kinds(traced)
-        self._constant = sum(beside.values())
+        self._constant = sum(constant.values())
         self._phases = self._named_phases()
         self._in_use = self._by_kind()
-        for kind, size in beside.items():
+        for kind, size in constant.items():
             if kind != OVERHEAD:
                 before = self._in_use.get(kind, [0] * len(taken.curve))
                 self._in_use[kind] = [size + more for more in before]

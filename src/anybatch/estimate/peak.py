@@ -60,15 +60,15 @@ class Peak:
         return Peak(num_bytes, by_kind, {name: size - less for name, size in self.totals.items()})
 
 
-def peak_of(traced: Traced, beside: Mapping[str, int], device: Device) -> Peak:
-    """Return the peak of `traced` on `device`. `beside` maps kinds to bytes allocated in addition to
+def peak_of(traced: Traced, constant: Mapping[str, int], device: Device) -> Peak:
+    """Return the peak of `traced` on `device`. `constant` maps kinds to bytes allocated in addition to
     its tensors."""
-    return peak_at(traced, allocator_of(device).replay(traced.timeline), beside, device)
+    return peak_at(traced, allocator_of(device).replay(traced.timeline), constant, device)
 
 
-def peak_at(traced: Traced, taken: Taken, beside: Mapping[str, int], device: Device) -> Peak:
+def peak_at(traced: Traced, taken: Taken, constant: Mapping[str, int], device: Device) -> Peak:
     """Like `peak_of`, for a timeline that has already been replayed."""
-    sizes: Counter[str] = Counter(beside)
+    sizes: Counter[str] = Counter(constant)
     kinds = Kinds(traced)
     for block in alive(traced.timeline, taken.moment):
         sizes[kinds.of(block)] += block.num_bytes
@@ -78,7 +78,7 @@ def peak_at(traced: Traced, taken: Taken, beside: Mapping[str, int], device: Dev
     if device.kind == "cuda":
         totals["active"] = taken.allocated_bytes
     totals["reserved"] = taken.peak_bytes
-    totals["total"] = taken.peak_bytes + sum(beside.values())
+    totals["total"] = taken.peak_bytes + sum(constant.values())
     return Peak(totals["total"], {kind: sizes[kind] for kind in KINDS if sizes[kind]}, totals)
 
 

@@ -143,6 +143,25 @@ def gradients(model: nn.Module, given: Tensor) -> list[Tensor]:
     return [total.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
+def assert_is_derivative(model: nn.Module, given: Tensor) -> Tensor:
+    """The gradient with respect to the input is the derivative of what forward computes, with the
+    masks of dropout that it draws. Returns the value of forward."""
+
+    def total(at: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        return model(at).square().sum()
+
+    direction = torch.randn_like(given)
+    at = given.clone().requires_grad_()
+    value = total(at)
+    (gradient,) = torch.autograd.grad(value, at)
+    above, below = (total((given + s * direction).requires_grad_()) for s in (1e-6, -1e-6))
+    torch.testing.assert_close(
+        (gradient * direction).sum(), (above - below).detach() / 2e-6, rtol=1e-6, atol=0.0
+    )
+    return value
+
+
 TILED = Recompute(blocks=("layers.*",), tiled=("layers.*.mlp",))
 FEW = Recompute(tiled=("layers.0.mlp",))
 
@@ -239,24 +258,11 @@ def test_frozen_weights_and_four_dims_are_taken():
 
 
 def test_dropout_is_that_of_forward_in_backward_too():
-    """The gradient is the derivative of what forward computed, with the masks that it drew."""
     torch.manual_seed(0)
     model = Model(dropping).double()
-    given = torch.randn(2, 24, WIDTH, dtype=torch.float64)
-    direction = torch.randn_like(given)
     undo = install(model, TILED)
-
-    def total(at: Tensor) -> Tensor:
-        torch.manual_seed(7)
-        return model(at).square().sum()
-
-    at = given.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(total(at), at)
-    above, below = (total((given + s * direction).requires_grad_()) for s in (1e-6, -1e-6))
+    assert_is_derivative(model, torch.randn(2, 24, WIDTH, dtype=torch.float64))
     undo()
-    torch.testing.assert_close(
-        (gradient * direction).sum(), (above - below).detach() / 2e-6, rtol=1e-6, atol=0.0
-    )
 
 
 def test_modules_with_buffers_are_left_out():
