@@ -330,7 +330,7 @@ def leave_only(spare):
     return hoard
 
 
-def test_28_mib_are_enough_to_save_and_to_load(tmp_path):
+def test_24_mib_are_enough_to_save_and_to_load(tmp_path):
     """A state of 64 MiB; half of it cannot be written as it lies, not being contiguous."""
     state = {"x": torch.randn(8 << 20), "y": torch.randn(2048, 4096).t()}
     target = {name: torch.empty_like(tensor) for name, tensor in state.items()}
@@ -340,7 +340,7 @@ def test_28_mib_are_enough_to_save_and_to_load(tmp_path):
     def work():
         Checkpoints(tmp_path / "warm", SingleDevice()).save(content(1), 1, stage=False)
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        hoard = leave_only(28 * MIB)  # of which the stack of a thread takes 8
+        hoard = leave_only(24 * MIB)
         with pytest.raises(RuntimeError):
             state["x"].clone()
         checkpoints = Checkpoints(tmp_path / "c", SingleDevice())
