@@ -116,14 +116,6 @@ EDITS = [
         lambda p: p["kernels"].update(autotune=True),
         ("kernels.autotune is true", "device is 'cpu'", "make it false"),
     ),
-    Edit(
-        "compiled-under-a-limit",
-        lambda p: (
-            p.update(enforced=True, budget_bytes=1 << 30),
-            p["kernels"].update(compile=True),
-        ),
-        ("kernels.compile is true and enforced too", "make one of them false"),
-    ),
     Edit("absent-device", lambda p: p.update(device="cuda:99"), ("'cuda:99'", "another device")),
 ]
 

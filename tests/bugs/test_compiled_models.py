@@ -7,11 +7,13 @@ import copy
 
 import pytest
 import torch
+from tests.alone import alone
 from tests.equivalence.reference import deviation
 from torch import nn
 
 import anybatch as ab
 from anybatch.plans import Recompute
+from anybatch.process.compilation import num_compilations
 
 
 class Block(nn.Module):
@@ -69,8 +71,16 @@ def test_blocks_of_a_compiled_model_are_recomputed(keep, in_place):
     assert model.layers[0].num_passes == 6  # three micro-batches of each step, once each
 
 
+@alone
 def test_what_the_compiler_takes_is_in_no_budget():
     compiled = torch.compile(Net(), backend="aot_eager")
-    plan = trained(compiled, torch.randn(12, 8), memory="64MiB")
-    assert not plan.enforced
-    assert any("compiled by torch.compile" in notice for notice in plan.notices)
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    before = num_compilations()
+    with ab.Step(compiled, optimizer, loss, memory="64MiB") as step:
+        for _ in range(2):
+            result = step(torch.randn(12, 8))
+        assert step.plan.enforced
+        assert step.plan.prediction.rehearsed
+        assert result.peak_bytes < 4 << 20  # the compiler allocates tens of MiB
+        assert step.plan.prediction.step_seconds < 1  # it takes seconds
+    assert num_compilations() > before

@@ -61,12 +61,11 @@ def plans(draw):
         Candidate, choice=choices, peak_bytes=COUNTS, step_seconds=SECONDS, reason=NAMES
     )
     device = draw(st.sampled_from(["cpu", "cuda:0", "cuda:13"]))
-    enforced = draw(st.booleans())
     kernels = st.builds(
         KernelChoices,
         channels_last=st.booleans(),
         autotune=st.just(False) if device == "cpu" else st.booleans(),
-        compile=st.just(False) if device == "cpu" and enforced else st.booleans(),
+        compile=st.booleans(),
     )
     links = st.builds(
         Link,
@@ -87,7 +86,7 @@ def plans(draw):
         kernels=draw(kernels),
         device_name=draw(NAMES),
         budget_bytes=draw(st.none() | st.integers(1, 1 << 60)),
-        enforced=enforced,
+        enforced=draw(st.booleans()),
         choice=draw(choices),
         ladder=tuple(draw(st.lists(choices, max_size=3))),
         prediction=draw(st.none() | predictions),

@@ -38,6 +38,7 @@ from anybatch.compute.blocks import ROOT, find_blocks, match_blocks, modules_of
 from anybatch.compute.patch import replace_forward
 from anybatch.errors import InputError
 from anybatch.plans import KernelChoices, Recompute
+from anybatch.process import compilation
 from anybatch.process.files import cache_folder
 
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
@@ -65,6 +66,7 @@ def install(model: nn.Module, kernels: KernelChoices) -> Callable[[], None]:
 def compile_blocks(model: nn.Module, recompute: Recompute) -> Callable[[], None]:
     """Compile the blocks of `model`, each on its first call. Returns a function that undoes it. To be
     called before recompute is installed."""
+    compilation.load()
     units = units_of(model, recompute)
     with ExitStack() as undo:
         # Different blocks of one class share torch's recompile limit, beyond which it stops compiling.

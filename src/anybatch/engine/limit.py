@@ -13,8 +13,9 @@ the script allocates and keeps counts toward no budget.
     at work    | step |            | step |                 | evaluation |
     at rest           | the script |      | the script ... |
 
-On CUDA, cuDNN may benchmark its algorithms when it first sees a shape. The memory used for this is
-released after the pass and not measured: no prediction includes it and no later pass needs it.
+Work that happens once, within a pass, and whose memory no later pass needs is not measured: cuDNN
+benchmarks its algorithms when it first sees a shape (CUDA), and `torch.compile` compiles what a pass
+runs for the first time (CPU, where the compiler works in the process that trains).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from anybatch.data import map_leaves
 from anybatch.engine.meter import CpuMeter, CudaMeter, Meter
 from anybatch.errors import InputError
 from anybatch.plans import FreedMemory, Plan
+from anybatch.process import compilation
 from anybatch.process.cuda_driver import release_unused
 from anybatch.process.process_memory import (
     keep_freed_memory,
@@ -95,11 +97,15 @@ class CpuLimit(Limit):
         budget_bytes: memory that training may add; None: memory is only measured.
         counted_bytes: part of the budget that is already in the process, such as the parameters of a
             model that was built before.
+        compiles: whether `torch.compile` may compile during a pass.
     """
 
-    def __init__(self, budget_bytes: int | None = None, counted_bytes: int = 0) -> None:
+    def __init__(
+        self, budget_bytes: int | None = None, counted_bytes: int = 0, compiles: bool = False
+    ) -> None:
         self._budget = budget_bytes
         self._counted = counted_bytes
+        self._compiles = compiles
         self._meter: CpuMeter | None = None
         self._growth: dict[Hashable, int] = {}  # largest growth during a pass, by shape
 
@@ -108,6 +114,8 @@ class CpuLimit(Limit):
             warm_up()
             if self._budget is not None:
                 use_one_heap()
+                if self._compiles:
+                    exclude_compiler()
                 gc.collect()
         trim()
         self._meter = CpuMeter(self._counted)
@@ -287,6 +295,12 @@ def uncounted() -> Iterator[None]:
         _WORK.change(aside=-1)
 
 
+@functools.cache
+def exclude_compiler() -> None:
+    """Make what `torch.compile` allocates and keeps count toward no CPU budget of this process."""
+    compilation.on_compilation(lambda: _WORK.change(aside=1), lambda: _WORK.change(aside=-1))
+
+
 def make_limit(plan: Plan, device: torch.device, counted: Iterable[object] = ()) -> Limit:
     """Returns the limit that enforces the budget of `plan` on `device`.
 
@@ -299,7 +313,8 @@ def make_limit(plan: Plan, device: torch.device, counted: Iterable[object] = ())
     budget = plan.budget_bytes if plan.enforced else None
     if device.type == "cuda":
         return CudaLimit(device, budget, plan.kernels.autotune)
-    return CpuLimit(budget, 0 if budget is None else held_bytes(counted))
+    compiles = plan.kernels.compile or compilation.is_loaded()
+    return CpuLimit(budget, 0 if budget is None else held_bytes(counted), compiles)
 
 
 def held_bytes(owners: Iterable[object]) -> int:

@@ -20,10 +20,15 @@ from anybatch.engine.limit import OverBudget
 from anybatch.engine.source import MicroBatch, Source
 from anybatch.oom import MemoryFailure, as_memory_failure
 from anybatch.plans import Choice, KernelChoices
+from anybatch.process.compilation import num_compilations
 from anybatch.process.process_memory import trim
 from anybatch.process.threads import Stopwatch
 
 _CUDA_PASSES, _CUDA_SECONDS = 10, 1.0
+
+_MOST_COMPILING = 4
+"""Largest number of passes that are not measured because `torch.compile` compiled in them: it does for
+the first size and for the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +124,9 @@ class Rehearsal:
             self._replica.drop()
             self._meter.begin_lap()
             passes = _again_and_again(source, choice)
+            num_compiling = 0
             while self._goes_on([seconds for seconds, _ in each], most):
+                before = num_compilations()
                 with self._timer.running():
                     micro = next(passes, None)
                     if micro is None or not micro.num_samples:
@@ -130,6 +137,10 @@ class Rehearsal:
                         idle = stopwatch.idle_seconds() if self._alone_on_cpu else 0.0
                 each.append((max(0.0, self._timer.wait() - idle), micro.amount))
                 del micro
+                if num_compilations() > before and num_compiling < _MOST_COMPILING:
+                    num_compiling += 1
+                    each.pop()
+                    self._meter.drop_lap()
             if not each:  # this rank has no samples
                 return Rehearsed(0.0, self._meter.lap_bytes())
             rates = [seconds / amount for seconds, amount in each[1:] or each]

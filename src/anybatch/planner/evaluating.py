@@ -17,7 +17,7 @@ from anybatch.estimate.peak import method_on
 from anybatch.machine import Device
 from anybatch.planner.kernel_rule import with_kernels
 from anybatch.planner.ranks import Layout, budget_for, rank_of, reserve_of
-from anybatch.planner.setting import Wishes, budget_notices, is_enforced
+from anybatch.planner.setting import budget_notices, is_enforced
 from anybatch.plans import Choice, Plan, Precision, Prediction, Recompute, StatesOn
 from anybatch.units import check_count, format_bytes
 
@@ -75,8 +75,8 @@ def make_evaluation_plan(
         chunked_head="" if layout.parallel == "shard" else before.choice.chunked_head,
     )
     found = _fitting(one, choice, device, fixed=batch is not None)
-    enforced = is_enforced(subject, device, Wishes(), limited)
-    told = list(budget_notices(subject, device, limited))
+    enforced = is_enforced(device, limited)
+    told = list(budget_notices(device, limited))
     if found.peak is None:
         told.append("The model cannot be traced, so nothing is predicted.")
     plan = Plan(
@@ -89,10 +89,7 @@ def make_evaluation_plan(
     )
     if before.device.partition(":")[0] != device.kind:
         return with_kernels(plan, subject, False, shapes_vary)
-    # A compiler would use memory of the budget that is enforced on a CPU.
-    held = enforced and device.kind == "cpu"
-    kernels = before.kernels.model_copy(update={"compile": before.kernels.compile and not held})
-    return plan.running(kernels)
+    return plan.running(before.kernels)
 
 
 def _fitting(subject: Subject, choice: Choice, device: Device, fixed: bool) -> _Weighed:

@@ -27,7 +27,7 @@ def with_kernels(plan: Plan, subject: Subject, compiled: bool, shapes_vary: bool
         shapes_vary: whether samples may differ in shape.
     """
     kernels = KernelChoices(compile=compiled)
-    notices = [_COMPILED, *([_COMPILED_ON_CPU] if plan.device == "cpu" else [])] if compiled else []
+    notices = [_COMPILED] if compiled else []
     if plan.device != "cpu" and (found := convolutions_of(subject)).number:
         varying, free = next(_variation(plan, shapes_vary), ""), plan.task.grain is None
         kernels = kernels.model_copy(
@@ -97,9 +97,5 @@ _NOT_TUNED = (
 )
 _COMPILED = (
     "The blocks of the model are compiled, as asked for: the first pass of each size takes longer."
-    " Bytes and seconds are predicted of the model as it is, uncompiled."
-)
-_COMPILED_ON_CPU = (
-    "The compiler works in this process and takes about 100 MiB of its own, so a budget is only planned"
-    " with, and the measured peak has the compiler in it."
+    " Without a rehearsal, bytes and seconds are predicted for the uncompiled model."
 )

@@ -153,8 +153,8 @@ def _make(
         wishes = replace(wishes, micro_batch=pass_of(whole, layout))
     else:
         _check(of_one_rank(subject, layout), wishes, subject.identity.global_batch)
-    enforced = is_enforced(whole, device, wishes, limited)
-    told = [*notices, *budget_notices(whole, device, limited)]
+    enforced = is_enforced(device, limited)
+    told = [*notices, *budget_notices(device, limited)]
     given = {"task": whole.identity, "enforced": enforced}
     try:
         found = search(_costs(subject, device, wishes, enforced, layouts), wishes)
@@ -385,9 +385,9 @@ def untraced_plan(
     layout = Layout()
     plan = Plan(
         task=subject.identity,
-        enforced=is_enforced(subject, device, wishes, limited),
+        enforced=is_enforced(device, limited),
         choice=_untraced(micro_batch, wishes),
-        notices=tuple(budget_notices(subject, device, limited)),
+        notices=tuple(budget_notices(device, limited)),
         **layout.fields(device),
     )
     return with_kernels(plan, subject, wishes.compile, wishes.shapes_vary)

@@ -80,29 +80,18 @@ def setting_of(
     )
 
 
-def is_enforced(subject: Subject, device: Device, wishes: Wishes, limited: bool) -> bool:
+def is_enforced(device: Device, limited: bool) -> bool:
     """Whether the budget of `device` is enforced, given whether the user named it (`limited`)."""
-    if not (limited and device.present and can_enforce(device.kind)):
-        return False
-    # On a CPU, the compiler would use memory of the same budget.
-    return not (device.kind == "cpu" and (wishes.compile or subject.compiled))
+    return limited and device.present and can_enforce(device.kind)
 
 
-def budget_notices(subject: Subject, device: Device, limited: bool) -> Iterator[str]:
-    """Notices on the budget, such as that it is not enforced. If it is not enforced because the
-    plan compiles blocks, the plan has another notice for that."""
-    if limited and device.present:
-        if not can_enforce(device.kind):
-            yield (
-                "This operating system does not enforce a memory limit on a process: the budget is only"
-                " planned with."
-            )
-        elif subject.compiled and device.kind == "cpu":
-            yield (
-                "The model is compiled by torch.compile, whose compiler takes memory in this process:"
-                " the budget is only planned with, and bytes and seconds are predicted for the model"
-                " as it is without the compiler."
-            )
+def budget_notices(device: Device, limited: bool) -> Iterator[str]:
+    """Notices on the budget, such as that it is not enforced."""
+    if limited and device.present and not can_enforce(device.kind):
+        yield (
+            "This operating system does not enforce a memory limit on a process: the budget is only"
+            " planned with."
+        )
     free, limit = device.free_bytes, device.limit or "what other processes leave of the machine"
     if limited and free is not None and device.budget_bytes > free:
         yield (

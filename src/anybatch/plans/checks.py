@@ -176,12 +176,6 @@ def _check_kernels(plan: Plan) -> None:
             "kernels.autotune is true, but device is 'cpu', and what is tuned is cuDNN, of CUDA"
             " devices: make it false"
         )
-    if kernels.compile and plan.enforced and is_cpu:
-        raise ValueError(
-            "kernels.compile is true and enforced too, but on a CPU the compiler works in the"
-            " process that trains, and what it takes would count against the budget: make one of"
-            " them false"
-        )
 
 
 def _check_choices(plan: Plan) -> None:

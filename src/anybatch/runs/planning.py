@@ -221,8 +221,7 @@ class _Planning:
             self._devices = devices_of(self._machine, options.memory, self._ranks, options.parallel)
             self._link = None
             if self._together and options.parallel != "single":
-                held = options.memory is not None and not options.compile
-                self._link = _measured_link(self._watch, held)
+                self._link = _measured_link(self._watch, held=options.memory is not None)
             # With the same number of threads as in the run, so that the prediction matches it.
             on_cpu = any(device.kind == "cpu" for device in self._devices)
             with one_thread() if task.grains is not None and on_cpu else nullcontext():
@@ -273,7 +272,7 @@ class _Planning:
                 # The budget is in `devices`; the key contains all other options.
                 asked = asdict(replace(options, memory=None)) | {"vary": wishes.shapes_vary}
                 key = key_of(subject, devices, self._limited, asked)
-                passing = tuple(budget_notices(subject, leanest, self._limited))
+                passing = tuple(budget_notices(leanest, self._limited))
                 self._remembered = Remembered(key, self._frontier, passing)
                 if not anew:
                     before, is_complete = self._remembered.recall(leanest)
@@ -428,7 +427,7 @@ def _is_rehearsed(task: Task, plan: Plan, wanted: bool | None) -> bool:
     """Returns whether to rehearse `plan`; for `wanted`, see `rehearsal` in `plan`. A stream is not
     rehearsed, since it may yield each sample only once."""
     elsewhere = plan.num_ranks != (dist.get_world_size() if are_several() else 1)
-    if wanted is False or plan.kernels.compile or elsewhere:
+    if wanted is False or elsewhere:
         return False
     if not can_rehearse(plan) or not is_map_style(task.train):
         return False
