@@ -325,13 +325,13 @@ def held_bytes(owners: Iterable[object]) -> int:
 
 
 def _tensors_of(owner: object) -> list[Tensor]:
+    values: list[Any] = []
     if isinstance(owner, nn.Module):
-        return [*owner.parameters(), *owner.buffers()]
+        values += [*owner.parameters(), *owner.buffers()]
     if isinstance(owner, Optimizer):
-        values = [value for state in owner.state.values() for value in state.values()]
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        return [part for tensor in tensors for part in parts_of(tensor).values()]
-    return []
+        values += [value for state in owner.state.values() for value in state.values()]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return [part for tensor in tensors for part in parts_of(tensor).values()]
 
 
 def shapes_of(batch: Any) -> tuple[Any, ...]:

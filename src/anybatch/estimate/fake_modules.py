@@ -55,7 +55,7 @@ def converting_fake_modules() -> Iterator[dict[Place, Tensor]]:
 
     def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         nonlocal depth
-        if not _is_faking() and not _has_fake(self):  # in another thread, for example
+        if not is_faking() and not _has_fake(self):  # in another thread, for example
             return original(self, fn, recurse)
         depth += 1
         try:
@@ -109,7 +109,7 @@ def _put_back(real: Mapping[Place, Tensor]) -> None:
                 module._apply(lambda tensor: tensor)  # RNNs rebuild their list of weights
 
 
-def _is_faking() -> bool:
+def is_faking() -> bool:
     """Return whether this thread computes on fake tensors."""
     return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 

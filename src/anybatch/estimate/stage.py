@@ -307,8 +307,7 @@ def set_up(
             owners.setdefault(param, name or ".")
         for buffer in module.buffers(recurse=False):
             buffers.setdefault(buffer, name or ".")
-    for param, owner in owners.items():
-        tracer.see(param, "parameters", owner)
+    see_parameters(tracer, owners)
     for buffer, owner in buffers.items():
         tracer.see(buffer, "buffers", owner)
     trained: list[nn.Parameter] = []
@@ -346,12 +345,18 @@ def set_up(
     # Float32 copies on which the optimizer works belong to the same modules as the originals.
     for copied, param in zip(trained, replica.parameters, strict=True):
         owners.setdefault(param, owners.get(copied, ""))
-    for param, owner in owners.items():
-        tracer.see(param, "parameters", owner)
+    see_parameters(tracer, owners)
     for buffer, owner in buffers.items():
         copies.append(buffer.detach().clone())
         tracer.see(copies[-1], "buffers", owner)
     return replica, owners, copies
+
+
+def see_parameters(tracer: Tracer, owners: Owners) -> None:
+    """Register the parameters, or the tensors that they consist of, by owner."""
+    for param, owner in owners.items():
+        for part in parts_of(param).values():
+            tracer.see(part, "parameters", owner)
 
 
 def parts_of_model(model: nn.Module, owners: Owners) -> dict[str, Part]:

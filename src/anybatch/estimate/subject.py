@@ -16,8 +16,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from anybatch.batch_rule import rule_text
 from anybatch.compute import (
@@ -30,6 +33,7 @@ from anybatch.compute import (
 from anybatch.compute.building import optimizer_for, unhooked
 from anybatch.compute.ghost_norm import cut_norms, depends_on_cut
 from anybatch.compute.kernel_choices import is_compiled
+from anybatch.compute.low_bit_optimizers import parts_of
 from anybatch.compute.modes import into_training
 from anybatch.data import (
     largest_batch,
@@ -40,7 +44,7 @@ from anybatch.data import (
 )
 from anybatch.errors import AnybatchError
 from anybatch.estimate.data_dependent_shapes import UNKNOWN
-from anybatch.estimate.fake_modules import converting_fake_modules, without_addresses
+from anybatch.estimate.fake_modules import converting_fake_modules, is_faking, without_addresses
 from anybatch.estimate.fake_op_cache import CachedOps, FakeOpCache, fake_mode
 from anybatch.estimate.family import Family
 from anybatch.estimate.samples import Samples, padded_of, samples_of, template_of
@@ -316,13 +320,56 @@ def fake_copy(model: nn.Module) -> nn.Module:
     tensors: Iterable[Tensor] = (*model.parameters(), *model.buffers())
     for tensor in tensors:
         if id(tensor) not in memo:
-            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            empty = _empty_like(tensor)
             memo[id(tensor)] = (
                 nn.Parameter(empty, requires_grad=tensor.requires_grad)
                 if isinstance(tensor, nn.Parameter)
                 else empty
             )
-    return copy.deepcopy(model, memo)
+    with _CopyingAttributes():
+        copied = copy.deepcopy(model, memo)
+        for param in model.parameters():
+            # Quantized weights of bitsandbytes have their scales there.
+            if not isinstance(param, FakeTensor) and vars(param):
+                vars(memo[id(param)]).update(copy.deepcopy(vars(param), memo))
+        return copied
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    """An empty tensor like `tensor` on the default device. One that consists of several tensors, such
+    as a quantized weight of torchao, consists of as many again."""
+    if isinstance(tensor, DTensor) or not is_traceable_wrapper_subclass(tensor):
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: _empty_like(getattr(tensor, name)) for name in names}
+    made: Any = type(tensor)
+    return made.__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+
+
+class _CopyingAttributes(TorchFunctionMode):
+    """Mode in which tensors that modules hold beside their parameters and buffers, such as the scales
+    of a quantized weight, are not copied. In a trace, those with many values become fake; others keep
+    their values, from which a model may compute sizes and indices."""
+
+    _MANY = 1024
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            memo[id(tensor)] = self._copied(tensor)
+        return memo[id(tensor)]
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        if tensor.numel() < self._MANY or type(tensor) is not Tensor or not is_faking():
+            return tensor
+        # Tensors on a GPU are on that of the model.
+        device = tensor.device if tensor.device.type == "cpu" else None
+        size, stride = tensor.shape, tensor.stride()
+        return torch.empty_strided(size, stride, dtype=tensor.dtype, device=device)
 
 
 def _without_values(model: nn.Module) -> nn.Module:
@@ -346,7 +393,10 @@ def _unknown(model: nn.Module) -> nn.Module:
 
 
 def _is_fake(model: nn.Module) -> bool:
-    return all(isinstance(p, FakeTensor) for p in (*model.parameters(), *model.buffers()))
+    tensors = (
+        part for t in (*model.parameters(), *model.buffers()) for part in parts_of(t).values()
+    )
+    return all(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
 def _told_lengths(task: Task) -> str:

@@ -106,7 +106,8 @@ def finetune(
         lora_alpha: scale of the adapters, divided by their rank. Default: twice the rank.
         lora_dropout: dropout probability before an adapter.
         lora_targets: names of linear layers, separated by commas, or all-linear.
-        base: storage format of the frozen weights under adapters, int8 or int4. Default: dtype.
+        base: storage format of the frozen weights under adapters, int8 or nf4 (needs
+            torchao). Default: dtype.
         dtype: storage type of the weights. The compute type is the precision of the plan.
         lr: peak learning rate. Default: 2e-4 for adapters, 2e-5 for all weights of a pretrained model,
             1e-3 for random weights.

@@ -94,7 +94,10 @@ def build(shape: Shape) -> nn.Module:
 
     auto, source = _auto(shape.kind), shape.source
     options = {"dtype": shape.dtype, "trust_remote_code": False}
-    if not source.has_weights or isinstance(torch.empty(0), FakeTensor):
+    is_fake = isinstance(torch.empty(0), FakeTensor)
+    if is_fake and getattr(source.config, "quantization_config", None) is not None:
+        raise NotImplementedError("only transformers knows what the quantized weights consist of")
+    if not source.has_weights or is_fake:
         model = auto.from_config(source.config, **options)
     else:
         logging = libraries().utils.logging

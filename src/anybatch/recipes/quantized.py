@@ -1,16 +1,20 @@
 """Frozen linear layers with weights of 8 or 4 bits, as the base of trained adapters.
 
 Dettmers et al. 2023, "QLoRA", section 3: the weights of a base model are stored in few bits and
-dequantized to floating point for the matrix product, one layer at a time. The inference kernels of
-torchao and torch have no backward pass, so the weight is dequantized in forward and again in backward.
+dequantized to floating point for the matrix product, one layer at a time, in forward and again in
+backward. The formats are torchao's: `int8` has a scale for each row; `nf4` has 16 levels at quantiles
+of the normal distribution, a scale for each 64 weights, and scales of scales.
 
-Quantized weights are plain integer parameters, so they are planned, placed, sharded, checksummed and
-saved like any frozen parameter.
+The tensors that a quantized weight consists of are plain parameters here, so they are planned, placed,
+sharded, checksummed and saved like any frozen parameter.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import warnings
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Literal, TypeAlias
 
@@ -18,62 +22,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Base: TypeAlias = Literal["int8", "int4"]
+from anybatch.errors import InputError
+from anybatch.process.log_filter import silenced
+
+Base: TypeAlias = Literal["int8", "nf4"]
 """Format of the frozen weights."""
 
-BITS: dict[Base, int] = {"int8": 8, "int4": 4}
-
-GROUP = 64
-"""Maximum number of input features that share a scale and an offset."""
-
-_LEAST_GROUP = 16  # in smaller groups, scales and offsets would take as much memory as the weights
+_BLOCK, _SCALES = 64, 256  # weights that share a scale, and scales that share a scale, in nf4
+_LOGS = "torchao", "torch.utils._pytree"  # of kernels that this torch cannot load, among others
+_LEAST_BLOCK = 16  # in smaller blocks, the scales would take too much of the memory
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer, `[*, in]` to `[*, out]`, whose weight is `q * scale + offset` for integers `q` of
-    `bits` bits. Only the input gets a gradient.
+    """A linear layer, `[*, in]` to `[*, out]`, with a quantized weight. Only the input gets a gradient.
 
     Args:
-        weight: `[out, in]`, floating point.
+        weight: `[out, in]`, a quantized tensor of torchao.
         bias: `[out]`, or None.
-        bits: 8 or 4.
         was_transposed: whether the layer was a `Conv1D` of transformers, whose weight is `[in, out]`.
-
-    Attributes:
-        weight: int8 `[out, in * bits / 8]`; with 4 bits, even columns are in the lower halves of the
-            bytes.
-        scale, offset: `[out, in / group]`, in the dtype of the original weight.
     """
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, bits: int, was_transposed: bool = False
-    ) -> None:
+    def __init__(self, weight: Any, bias: Tensor | None, was_transposed: bool = False) -> None:
         super().__init__()
         self.out_features: int = weight.shape[0]
         self.in_features: int = weight.shape[1]
-        self.bits = bits
         self.was_transposed = was_transposed
-        groups = weight.detach().unflatten(1, (-1, group_of(self.in_features))).float()
-        least, largest = groups.aminmax(dim=2)
-        # Minimum scale, for groups of equal weights: positive, and subnormal in float16.
-        kind = torch.finfo(weight.dtype)
-        tiny = max(kind.tiny * kind.eps, torch.finfo(torch.float32).tiny)
-        scale = ((largest - least) / (2**bits - 1)).clamp(min=tiny).to(weight.dtype)
-        offset = (least + 2 ** (bits - 1) * scale).to(weight.dtype)
-        q = (groups - offset[..., None].float()) / scale[..., None].float()
-        q = q.round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1).to(torch.int8).flatten(1)
-        if bits == 4:
-            q = (q[:, ::2] & 15) | (q[:, 1::2] << 4)
-        self.weight: nn.Parameter = nn.Parameter(q, requires_grad=False)
-        self.scale: nn.Parameter = nn.Parameter(scale, requires_grad=False)
-        self.offset: nn.Parameter = nn.Parameter(offset, requires_grad=False)
-        self.bias: nn.Parameter | None = None
-        if bias is not None:
-            self.bias = nn.Parameter(bias.detach(), requires_grad=False)
+        self._kind: Any = type(weight)
+        self._dtype: torch.dtype = weight.dtype
+        self._names, self._context = weight.__tensor_flatten__()
+        for name in self._names:
+            self.register_parameter(name, _frozen(getattr(weight, name)))
+        self.register_parameter("bias", None if bias is None else _frozen(bias))
 
     def plain(self) -> nn.Module:
         """Returns a plain layer of the original type, with the dequantized weight."""
-        weight = dequantized(self.weight, self.scale, self.offset, self.bits, self.scale.dtype)
+        weight = self.dequantized(self._parts(), self._dtype)
         layer: Any
         if self.was_transposed:
             layer = import_module("transformers.pytorch_utils").Conv1D(1, 1)
@@ -81,7 +64,7 @@ class QuantizedLinear(nn.Module):
             weight = weight.T.contiguous()
         else:
             layer = nn.Linear(self.in_features, self.out_features, device="meta")
-        layer.weight, layer.bias = nn.Parameter(weight, requires_grad=False), self.bias
+        layer.weight, layer.bias = _frozen(weight), self.bias
         return layer
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -90,56 +73,46 @@ class QuantizedLinear(nn.Module):
             inputs = inputs.to(torch.get_autocast_dtype(kind))
         bias = None if self.bias is None else self.bias.to(inputs.dtype)
         product: Any = _Product.apply
-        return product(inputs, self.weight, self.scale, self.offset, bias, self.bits)
+        return product(inputs, bias, self.dequantized, *self._parts())
+
+    def dequantized(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """Returns the weight `[out, in]` that consists of `parts`, in `dtype`."""
+        size = torch.Size((self.out_features, self.in_features))
+        named = dict(zip(self._names, parts, strict=True))
+        weight = self._kind.__tensor_unflatten__(named, self._context, size, (size[1], 1))
+        if self._kind.__name__ != "Int8Tensor":
+            return weight.to(dtype)
+        wide = dtype == torch.float64  # for which torchao has no kernel
+        return weight.dequantize(torch.float32 if wide else dtype).to(dtype)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
+        kind = self._kind.__name__
+        return f"in_features={self.in_features}, out_features={self.out_features}, weight={kind}"
 
-
-def group_of(in_features: int) -> int:
-    """Returns the number of input features that share a scale."""
-    return math.gcd(in_features, GROUP)
-
-
-def dequantized(
-    weight: Tensor, scale: Tensor, offset: Tensor, bits: int, dtype: torch.dtype
-) -> Tensor:
-    """Returns the weight `[out, in]` of a `QuantizedLinear`, in `dtype`."""
-    if bits == 4:  # right shifts of int8 extend the sign
-        weight = torch.stack([weight << 4 >> 4, weight >> 4], dim=2).flatten(1)
-    groups = weight.to(dtype).unflatten(1, (scale.shape[1], -1))
-    scale, offset = (part.to(dtype)[..., None] for part in (scale, offset))
-    return torch.addcmul(offset, groups, scale).flatten(1)
+    def _parts(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in self._names)
 
 
 def quantize_frozen(model: nn.Module, base: Base) -> nn.Module:
     """Quantizes each linear layer with a frozen weight to the format `base`, in place, and returns
-    `model`. Layers that stay as they are: the head, which the loss uses, and layers whose number of
-    input features has no common divisor of 16 or more with `GROUP`."""
+    `model`. Layers that stay as they are: the head, which the loss uses, and layers whose weight cannot
+    be divided into blocks of 16 or more.
+
+    Raises `InputError` if torchao is not installed.
+    """
+    quantized = _quantizer(base)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     heads = (head, getattr(head, "base_layer", None))
     for parent, name in _frozen_linear(model):
         layer: Any = getattr(parent, name)
         was_transposed = not isinstance(layer, nn.Linear)
-        weight = layer.weight.T if was_transposed else layer.weight
-        if layer not in heads and group_of(weight.shape[1]) >= _LEAST_GROUP:
-            setattr(parent, name, QuantizedLinear(weight, layer.bias, BITS[base], was_transposed))
+        weight = layer.weight.T.contiguous() if was_transposed else layer.weight
+        if layer not in heads and _block_of(weight) >= _LEAST_BLOCK:
+            setattr(parent, name, QuantizedLinear(quantized(weight), layer.bias, was_transposed))
     for param in model.parameters():
         # Weights are often memory-mapped from one file, which stays in memory until all are freed.
         param.data = param.data.clone()
     return model
-
-
-def _frozen_linear(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Parents and names of the layers. A list of the layers would keep all of them alive until the last
-    one is replaced."""
-    return [
-        (parent, name)
-        for parent in model.modules()
-        for name, layer in parent.named_children()
-        if (type(layer) is nn.Linear or type(layer).__name__ == "Conv1D")
-        and not layer.get_parameter("weight").requires_grad
-    ]
 
 
 def dequantize(model: nn.Module) -> nn.Module:
@@ -157,34 +130,72 @@ def num_weights(model: nn.Module) -> int:
     total = sum(param.numel() for param in model.parameters())
     for layer in model.modules():
         if isinstance(layer, QuantizedLinear):
-            held = (layer.weight, layer.scale, layer.offset)
-            total += layer.in_features * layer.out_features - sum(part.numel() for part in held)
+            held = sum(param.numel() for name, param in layer.named_parameters() if name != "bias")
+            total += layer.in_features * layer.out_features - held
     return total
 
 
+def _quantizer(base: Base) -> Callable[[Tensor], Tensor]:
+    """Returns the function that quantizes a weight `[out, in]` to the format `base`."""
+    try:
+        with silenced(_LOGS, logging.WARNING), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            formats: Any = import_module("torchao.quantization")
+            per_row = import_module("torchao.quantization.granularity").PerRow()
+    except ImportError:
+        raise InputError(
+            f"base is {base!r}, a format of torchao, which is not installed: pip install torchao"
+        ) from None
+    if base == "int8":
+        return lambda weight: formats.Int8Tensor.from_hp(weight.detach(), per_row)
+
+    def to_nf4(weight: Tensor) -> Tensor:
+        block = _block_of(weight)
+        scales = math.gcd(weight.numel() // block, _SCALES)
+        return formats.NF4Tensor.from_tensor(weight.detach(), block, scales)
+
+    return to_nf4
+
+
+def _block_of(weight: Tensor) -> int:
+    """Returns the number of weights in a row that share a scale."""
+    return math.gcd(weight.shape[1], _BLOCK)
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.detach(), requires_grad=False)
+
+
+def _frozen_linear(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Parents and names of the layers. A list of the layers would keep all of them alive until the last
+    one is replaced."""
+    return [
+        (parent, name)
+        for parent in model.modules()
+        for name, layer in parent.named_children()
+        if (type(layer) is nn.Linear or type(layer).__name__ == "Conv1D")
+        and not layer.get_parameter("weight").requires_grad
+    ]
+
+
 class _Product(torch.autograd.Function):
-    """`inputs @ weight.T + bias`; saves the quantized weight for backward."""
+    """`inputs @ weight.T + bias`; saves the tensors of the quantized weight for backward. torchao's own
+    product with an `Int8Tensor` would save the dequantized weight."""
 
     @staticmethod
     def forward(
-        inputs: Tensor,
-        weight: Tensor,
-        scale: Tensor,
-        offset: Tensor,
-        bias: Tensor | None,
-        bits: int,
+        inputs: Tensor, bias: Tensor | None, dequantized: Callable[..., Tensor], *parts: Tensor
     ) -> Tensor:
-        return F.linear(inputs, dequantized(weight, scale, offset, bits, inputs.dtype), bias)
+        return F.linear(inputs, dequantized(parts, inputs.dtype), bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         del output
-        ctx.save_for_backward(*inputs[1:4])
-        ctx.bits = inputs[5]
+        ctx.dequantized = inputs[2]
+        ctx.save_for_backward(*inputs[3:])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        weight, scale, offset = ctx.saved_tensors
-        whole = dequantized(weight, scale, offset, ctx.bits, gradient.dtype)
-        return gradient @ whole, None, None, None, None, None
+        weight = ctx.dequantized(ctx.saved_tensors, gradient.dtype)
+        return gradient @ weight, *[None] * (2 + len(ctx.saved_tensors))

@@ -49,7 +49,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """Returns the elements of `tensor` in row-major order, in host memory, without a copy if they are
     already stored that way."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.view(-1).view(torch.uint8).numpy().data
+    # `view(-1)` keeps the stride of a tensor of one element, whatever it is.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def staged(tensor: Tensor) -> Tensor:

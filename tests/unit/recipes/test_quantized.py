@@ -6,10 +6,10 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import nn
 import anybatch as ab
 from anybatch.errors import InputError
 from anybatch.recipes.quantized import (
-    GROUP,
+    Base,
     QuantizedLinear,
     num_weights,
     quantize_frozen,
@@ -40,62 +40,40 @@ LAYERS = {"llama": 14, "gpt2": 8}  # linear ones of two blocks
 WEIGHTS = 2 * (4 * 64 * 64 + 3 * 64 * 128)  # of those of Llama
 
 
-def layer_of(weight: torch.Tensor, bits: int, bias: torch.Tensor | None = None) -> QuantizedLinear:
-    return QuantizedLinear(weight, bias, bits)
+def layer_of(weight: torch.Tensor, base: Base, bias: torch.Tensor | None = None) -> nn.Module:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None).requires_grad_(False)
+    linear.weight.data = weight
+    if bias is not None:
+        linear.bias.data = bias
+    return quantize_frozen(nn.Sequential(linear), base)[0]
 
 
-def value_of(layer: QuantizedLinear) -> torch.Tensor:
-    """The weight, decoded by NumPy from the bytes as they are laid out."""
-    q = layer.weight.numpy()
-    if layer.bits == 4:
-        halves = [(q.view(np.uint8) & 15), q.view(np.uint8) >> 4]
-        signed = [np.where(half > 7, half.astype(int) - 16, half) for half in halves]
-        q = np.stack(signed, axis=-1).reshape(len(q), -1)
-    scale, offset = (part.float().numpy()[..., None] for part in (layer.scale, layer.offset))
-    value = q.reshape(*scale.shape[:2], -1) * scale + offset
-    return torch.from_numpy(value.reshape(len(q), -1)).float()
+def value_of(layer: nn.Module) -> torch.Tensor:
+    """The weight as torchao dequantizes it in its own class."""
+    plain = layer.plain()
+    return plain.weight.detach() if isinstance(plain, nn.Linear) else plain.weight.detach().T
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("base", "away"), [("int8", 0.01), ("nf4", 0.1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", [128, 96, 48])
-def test_a_weight_is_at_most_half_a_level_away(bits: int, columns: int):
-    weight = torch.randn(6, columns, generator=torch.Generator().manual_seed(0))
-    found = value_of(layer_of(weight, bits))
-    group = {128: 64, 96: 32, 48: 16}[columns]
-    for row in range(6):
-        for start in range(0, columns, group):
-            part = weight[row, start : start + group]
-            level = (part.max() - part.min()) / (2**bits - 1)
-            away = (found[row, start : start + group] - part).abs().max()
-            assert away <= level * 0.501 + 1e-6
+def test_a_weight_is_near_what_it_was(base: Base, away: float, dtype: torch.dtype, columns: int):
+    weight = torch.randn(6, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
+    layer = layer_of(weight, base)
+    assert isinstance(layer, QuantizedLinear)
+    found = value_of(layer)
+    assert found.dtype == dtype
+    mean = (found - weight).float().abs().mean() / weight.float().abs().mean()
+    assert 1e-3 < mean < away
+    held = sum(p.nbytes for p in layer.parameters())
+    assert held < weight.numel() * {"int8": 1.2, "nf4": 0.9}[base] + 64
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_of_16_bits_a_weight_is_at_most_a_level_away(bits: int, dtype: torch.dtype):
-    weight = 2e-3 * torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
-    weight = weight.to(dtype)
-    away = (value_of(layer_of(weight, bits)) - weight.float()).abs().amax(dim=1)
-    least, largest = weight.float().aminmax(dim=1)
-    rounding = torch.finfo(dtype).eps * weight.float().abs().amax(dim=1)
-    assert (away <= (largest - least) / (2**bits - 1) + rounding).all()
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_weights_on_the_levels_and_groups_of_one_value_stay_what_they_are(bits: int):
-    order = torch.randperm(2**8, generator=torch.Generator().manual_seed(0))
-    levels = torch.arange(2**bits).float().repeat(3, 2**8 // 2**bits)[:, order]
-    levels[:, ::GROUP], levels[:, 1::GROUP] = 0, 2**bits - 1  # each group has both ends
-    torch.testing.assert_close(value_of(layer_of(0.5 * levels - 1, bits)), 0.5 * levels - 1)
-    alike = torch.full((2, GROUP), 0.3)
-    torch.testing.assert_close(value_of(layer_of(alike, bits)), alike)
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_output_and_gradient_are_those_of_the_dequantized_weight(bits: int):
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_output_and_gradient_are_those_of_the_dequantized_weight(base: Base):
     generator = torch.Generator().manual_seed(0)
     layer = layer_of(
-        torch.randn(10, 64, generator=generator), bits, torch.randn(10, generator=generator)
+        torch.randn(10, 64, generator=generator), base, torch.randn(10, generator=generator)
     )
     inputs = torch.randn(2, 3, 64, generator=generator, requires_grad=True)
     plain = inputs.detach().clone().requires_grad_()
@@ -107,11 +85,13 @@ def test_output_and_gradient_are_those_of_the_dequantized_weight(bits: int):
     wanted.square().sum().backward()
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(inputs.grad, plain.grad)
-    assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in list(layer.parameters())[:3]}
+    assert {t.data_ptr() for t in saved} == {
+        p.data_ptr() for name, p in layer.named_parameters() if name != "bias"
+    }
 
 
 def test_autocast_computes_in_its_dtype_and_the_gradient_has_that_of_the_input():
-    layer = layer_of(torch.randn(10, 64), 4)
+    layer = layer_of(torch.randn(10, 64), "nf4")
     inputs = torch.randn(3, 64, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         found = layer(inputs)
@@ -133,7 +113,7 @@ def test_what_is_trained_the_head_and_small_layers_stay():
         def get_output_embeddings(self) -> nn.Module:
             return self.head
 
-    model = quantize_frozen(Model(), "int4")
+    model = quantize_frozen(Model(), "nf4")
     kinds = {name: type(layer) for name, layer in model.named_modules()}
     assert kinds["block.0"] is kinds["block.1"] is QuantizedLinear
     assert kinds["block.2"] is kinds["trained"] is kinds["head"] is nn.Linear
@@ -182,7 +162,7 @@ def plain_twin(model: nn.Module) -> nn.Module:
     return twin
 
 
-@pytest.mark.parametrize("base", ["int8", "int4"])
+@pytest.mark.parametrize("base", ["int8", "nf4"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_adapters_have_the_gradients_that_they_have_over_the_decoded_weights(
     task_of: Any, base: str, family: str
@@ -209,7 +189,7 @@ def test_adapters_have_the_gradients_that_they_have_over_the_decoded_weights(
 def test_merged_weights_are_those_that_were_trained_over(task_of: Any, family: str, tmp_path: Path):
     import transformers
 
-    task = task_of(family, base="int4")
+    task = task_of(family, base="nf4")
     result = ab.train(task, plan=ab.plan(task, micro_batch=4), out=tmp_path / "run", progress=False)
     ab.export(tmp_path / "run", tmp_path / "one", format="huggingface", merge=True, task=task)
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one")
@@ -219,23 +199,24 @@ def test_merged_weights_are_those_that_were_trained_over(task_of: Any, family: s
     torch.testing.assert_close(whole(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("base", "bytes_each"), [("int8", 1), ("int4", 0.5)])
-def test_the_plan_counts_the_bits(task_of: Any, base: str, bytes_each: float):
-    found = {}
-    for name in (None, base):
-        prediction = ab.plan(task_of(base=name), micro_batch=4).prediction
-        assert prediction is not None
-        found[name] = prediction.by_kind["parameters"]
-    whole = sum(4 * p.numel() for p in task_of().build_model().parameters())
-    in_groups = 2 * 4 * WEIGHTS // GROUP  # a scale and an offset each
-    assert found[None] == whole
-    assert found[base] == whole - 4 * WEIGHTS + bytes_each * WEIGHTS + in_groups
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_the_plan_counts_the_bits(task_of: Any, base: str):
+    task = task_of(base=base, global_batch=32)
+    prediction = ab.plan(task, micro_batch=32).prediction
+    assert prediction is not None
+    held = sum(p.nbytes for p in task.build_model().parameters())
+    whole = sum(p.nbytes for p in task_of().build_model().parameters())
+    assert prediction.by_kind["parameters"] == held
+    assert held < whole - {"int8": 2.8, "nf4": 3.3}[base] * WEIGHTS
 
 
-def test_one_piece_and_many_give_the_same_adapters(task_of: Any):
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_one_piece_and_many_give_the_same_adapters(task_of: Any, base: Base):
     def found(micro_batch: int) -> dict[str, torch.Tensor]:
-        task = replace(task_of(base="int4"), valid=None)
-        exact = replace(task, model=lambda: task.model().double(), tell=None)
+        task = replace(task_of(base=base), valid=None)
+        # AdamW would divide by gradients that are nearly zero.
+        sgd = partial(torch.optim.SGD, lr=0.5)
+        exact = replace(task, model=lambda: task.model().double(), optimizer=sgd, tell=None)
         return trained(exact, ab.plan(exact, micro_batch=micro_batch))[0]
 
     assert_close(found(8), found(3))
@@ -244,7 +225,7 @@ def test_one_piece_and_many_give_the_same_adapters(task_of: Any):
 def test_the_bits_stay_and_a_resumed_run_ends_as_one_that_was_not_stopped(
     task_of: Any, tmp_path: Path
 ):
-    task = task_of(base="int4")
+    task = task_of(base="nf4")
     plan = ab.plan(task, micro_batch=4)
     whole, _ = trained(task, plan)
     trained(task, plan, tmp_path / "saved", until=3)
@@ -273,4 +254,4 @@ def test_the_adapters_are_written_for_peft(task_of: Any, tmp_path: Path):
 
 def test_bits_without_adapters_are_refused(task_of: Any):
     with pytest.raises(InputError, match=r"lora_rank is 0; give .*above zero with base"):
-        task_of(base="int4", lora_rank=0)
+        task_of(base="nf4", lora_rank=0)
