@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from anybatch.errors import AnybatchError, NoPlanFits
+from anybatch.errors import AnybatchError
 from anybatch.estimate import Peak, Subject, evaluation_peak
 from anybatch.estimate.eager import eagerly
 from anybatch.estimate.peak import method_on
 from anybatch.machine import Device
 from anybatch.planner.kernel_rule import with_kernels
-from anybatch.planner.ranks import Layout, budget_for, rank_of, reserve_of
+from anybatch.planner.ranks import Layout, rank_of, reserve_of
+from anybatch.planner.refusal import no_plan_fits
 from anybatch.planner.setting import budget_notices, is_enforced
 from anybatch.plans import Choice, Plan, Precision, Prediction, Recompute, StatesOn
-from anybatch.units import check_count, format_bytes
+from anybatch.units import check_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +111,8 @@ def _fitting(subject: Subject, choice: Choice, device: Device, fixed: bool) -> _
         if fixed or peak.num_bytes <= room:
             return _Weighed(here, peak)
         if size == 1:
-            needed = peak.num_bytes
-            least = budget_for(needed, device.kind)
-            raise NoPlanFits(
-                f"no plan fits the budget of {format_bytes(budget)}: to evaluate one sample at a time"
-                f" is predicted to need {format_bytes(needed)}. Give it at least {format_bytes(least)}"
-                f" (--memory {-(-least // (1 << 20))}MiB), or divide the model over ranks.",
-                least_bytes=least,
-            )
+            what, more = "to evaluate one sample at a time", ", or divide the model over ranks."
+            raise no_plan_fits(device, what, peak.num_bytes, more)
         size //= 2
 
 
