@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
-from anybatch.estimate.allocator import Taken
+from anybatch.estimate.allocator import Taken, replay
 from anybatch.estimate.eager import eagerly
 from anybatch.estimate.family import Traced
 from anybatch.estimate.footprint import constant_bytes, footprint, trace_step
@@ -23,7 +23,7 @@ from anybatch.estimate.peak import (
     LOSS,
     OVERHEAD,
     Kinds,
-    allocator_of,
+    cache_of,
     method_on,
     not_counted_on,
     peak_at,
@@ -203,7 +203,7 @@ def ledger(subject: Subject, choice: Choice, device: Device) -> Ledger:
     Raises whatever the model or loss raises on fake tensors.
     """
     traced = with_workspaces(trace_step(subject, choice, device), device)
-    taken = allocator_of(device).replay(traced.timeline)
+    taken = replay(traced.timeline, cache_of(device))
     constant = constant_bytes(subject, choice, device)
     account = _Account(traced, taken, constant, subject.division)
     peak = peak_at(traced, taken, constant, device)
