@@ -206,13 +206,14 @@ class CudaCache:
         """Return the end of the pool's expandable segment, grown until it holds `size`."""
         last = pool.last
         step = CUDA_SMALL_SEGMENT if pool.small else CUDA_MIDDLE_SEGMENT
-        there = last.size if last is not None and last.free else 0
-        more = _round_up(size - there, step)
-        self._reserve(more)
         if last is not None and last.free:
-            self._drop(last)
+            self._drop(last)  # first, so that it is not released at the limit
+            more = _round_up(size - last.size, step)
+            self._reserve(more)
             last.size += more
             return last
+        more = _round_up(size, step)
+        self._reserve(more)
         start = last.start + last.size if last is not None else pool.begin
         chunk = _Chunk(start, more, pool, before=last)
         if last is not None:

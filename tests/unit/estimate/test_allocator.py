@@ -102,6 +102,11 @@ def test_expandable_segments_join_what_lies_side_by_side():
     assert cuda(*lives) == 10 * MIB + 10 * MIB + 20 * MIB + 24 * MIB
 
 
+def test_the_free_end_of_an_expandable_segment_grows_at_the_limit_too():
+    lives = [(20 * MIB, 0, 1), (24 * MIB, 2, 3)]
+    assert cuda(*lives, expandable=True, limit_bytes=30 * MIB) == 40 * MIB
+
+
 def test_what_the_cache_has_taken_it_keeps_until_the_limit_is_met():
     lives = [(12 * MIB, 0, 1), (30 * MIB, 3, 4), (40 * MIB, 6, 7)]
     assert cuda(*lives) == 82 * MIB
