@@ -18,7 +18,7 @@ from torch import multiprocessing
 
 from anybatch.compute import Replica
 from anybatch.engine.limit import CpuLimit
-from anybatch.estimate.sharding import parts_of, sharded_bytes
+from anybatch.estimate.sharding import Division, parts_of
 from anybatch.oom import as_memory_failure
 from anybatch.parallel import SingleDevice
 from anybatch.parallel.shard import Shard
@@ -77,10 +77,12 @@ def as_rank(rank, size, folder, budget):
     )
     losses, peak = train(rank, size, budget)
     parts = parts_of(BUILD())
+    states = 2 * parts.whole
+    predicted, _ = Division(parts, size, by_gloo=True).divided(states, {"optimizer state": states})
     told = {
         "losses": losses,
         "peak": peak,
-        "predicted": sharded_bytes(parts, size, 2 * parts.whole).peak,
+        "predicted": predicted,
     }
     if rank == 0:
         print(json.dumps(told), flush=True)

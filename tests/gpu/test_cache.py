@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from anybatch.engine.meter import CudaMeter
-from anybatch.estimate.allocator import CudaCache
+from anybatch.estimate.allocator import CudaCache, replay
 from anybatch.estimate.trace import Block, Timeline
 from anybatch.estimate.workspaces import workspaces_of
 from anybatch.machine import Machine
@@ -42,7 +42,7 @@ def _compare(draw: random.Random) -> None:
             gone = draw.choice(list(alive))
             blocks[gone].died = moment
             del alive[gone]
-    taken = CudaCache().replay(Timeline(blocks=blocks, num_moments=400))
+    taken = replay(Timeline(blocks=blocks, num_moments=400), CudaCache())
     assert taken.peak_bytes == torch.cuda.max_memory_reserved() - before[0]
     assert taken.allocated_bytes == torch.cuda.max_memory_allocated() - before[1]
 

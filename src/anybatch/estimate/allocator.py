@@ -1,19 +1,17 @@
-"""Allocators: models that turn the blocks of a trace into the memory taken on a device.
+"""PyTorch's CUDA caching allocator: the memory that it takes for the blocks of a trace.
 
-PyTorch's CUDA caching allocator rounds block sizes, and keeps holes between blocks that it cannot
-release. Replaying the allocations and frees of a trace through a model of the allocator accounts
-for both. On a CPU the live bytes are summed.
+It rounds block sizes, and keeps holes between blocks that it cannot release. Replaying the
+allocations and frees of a trace through a model of it accounts for both. On a CPU the live bytes
+are summed.
 
 `PYTORCH_ALLOC_CONF`, formerly `PYTORCH_CUDA_ALLOC_CONF`, sets options of the allocator (PyTorch
-documentation, "Optimizing memory usage"). The options with the largest effect on the peak are
-modeled; the plan reports the others.
+documentation, "Optimizing memory usage"). `expandable_segments` is modeled; plans report the others.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +29,7 @@ CUDA_MIDDLE_SEGMENT = 20 << 20
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Memory taken by an allocator while a timeline is replayed.
+    """Memory taken while a timeline is replayed.
 
     A caching allocator keeps unused memory, so the memory that it holds never shrinks, and its peak
     may occur when little is in use. What the memory is needed for shows at the moment when most is
@@ -58,111 +56,36 @@ class Taken:
         return self.peak_bytes - self.requested_bytes
 
 
-class _Books:
-    """Collects the figures of `Taken` during a replay."""
-
-    def __init__(self) -> None:
-        self._curve: list[int] = []
-        self._most = (-1, 0, 0)  # allocated, moment, requested
-        self._held = 0
-
-    def note(self, moment: int, allocated: int, requested: int, held: int) -> None:
-        """Record the figures of a moment, scratch included."""
-        self._curve.append(held)
-        if allocated > self._most[0]:
-            self._most = allocated, moment, requested
-
-    def hold(self, held: int) -> None:
-        """Record the memory held at the end of the replay, including the repeated step."""
-        self._held = max(self._held, held)
-
-    def taken(self) -> Taken:
-        allocated, moment, requested = self._most
-        curve = tuple(self._curve)
-        return Taken(max(*curve, self._held), allocated, moment, requested, curve)
-
-
-class Allocator(ABC):
-    """A model of one allocator. `replay` may be called any number of times."""
-
-    @abstractmethod
-    def replay(self, timeline: Timeline) -> Taken:
-        """Return the memory that the allocator takes when `timeline` is replayed."""
+def replay(timeline: Timeline, cache: CudaCache | None) -> Taken:
+    """Return the memory taken when `timeline` is replayed: that reserved by `cache`, which is new,
+    or the live bytes without one."""
+    requested = allocated = held = 0
+    curve: list[int] = []
+    most = -1, 0, 0  # allocated, moment, requested
+    for again, moment, births, deaths in _repeated(timeline):
+        for block in births:
+            if block.num_bytes:
+                requested += block.num_bytes
+                allocated += _taken(cache, id(block), block.num_bytes, block.phase == COPIED)
+        scratch = timeline.scratch.get(moment, 0)
+        taken = _taken(cache, _SCRATCH, scratch) if scratch else 0
+        held = allocated + taken if cache is None else cache.reserved_bytes
+        if not again:
+            curve.append(held)
+            most = max(most, (allocated + taken, moment, requested + scratch), key=lambda m: m[0])
+        if scratch and cache is not None:
+            cache.give(_SCRATCH)
+        for block in deaths:
+            if block.num_bytes:
+                requested -= block.num_bytes
+                allocated -= block.num_bytes if cache is None else cache.give(id(block))
+        if moment == timeline.released and cache is not None:
+            cache.release()
+    return Taken(max(*curve, held), *most, tuple(curve))
 
 
-class LiveBytes(Allocator):
-    """An allocator without rounding or caching, which takes the sum of the live bytes. Models host
-    memory."""
-
-    def replay(self, timeline: Timeline) -> Taken:
-        """See `Allocator`."""
-        requested = 0
-        books = _Books()
-        for moment, births, deaths in _moments(timeline):
-            requested += sum(block.num_bytes for block in births)
-            now = requested + timeline.scratch.get(moment, 0)
-            books.note(moment, now, now, now)
-            requested -= sum(block.num_bytes for block in deaths)
-        return books.taken()
-
-
-class CudaCache(Allocator):
-    """PyTorch's CUDA caching allocator, with one compute stream and one stream that copies batches
-    (PyTorch documentation, "CUDA semantics: memory management";
-    `c10/cuda/CUDACachingAllocator.cpp`).
-
-    Block sizes are rounded up to 512 bytes. Blocks of up to 1 MiB come from small segments of
-    2 MiB, larger blocks below 10 MiB from segments of 20 MiB, and each block of 10 MiB or more from
-    its own segment, in multiples of 2 MiB.
-
-    The smallest free block that fits is used. Its remainder is split off if it is large enough: at
-    least 512 bytes for small blocks, more than 1 MiB for large blocks. Adjacent free blocks are
-    merged. Segments stay with the allocator until the limit is reached; then segments that are
-    completely free are released.
-
-    Args:
-        expandable: `expandable_segments`: one segment per pool grows in place, in steps of 2 or
-            20 MiB, and any remainder is split off.
-        max_split_bytes: `max_split_size_mb`: larger blocks are never split, and are used only for
-            requests that need nearly all of them.
-        limit_bytes: maximum reserved memory, or None for no limit. Memory required beyond the limit
-            is still counted.
-    """
-
-    def __init__(
-        self,
-        expandable: bool = False,
-        max_split_bytes: int | None = None,
-        limit_bytes: int | None = None,
-    ) -> None:
-        self._expandable = expandable
-        self._max_split = max_split_bytes
-        self._limit = limit_bytes
-
-    def replay(self, timeline: Timeline) -> Taken:
-        """See `Allocator`. The memory taken is the reserved memory."""
-        cache = _Cache(self._expandable, self._max_split, self._limit)
-        requested = allocated = 0
-        books = _Books()
-        for again, moment, births, deaths in _repeated(timeline):
-            for block in births:
-                if block.num_bytes:
-                    requested += block.num_bytes
-                    allocated += cache.take(id(block), block.num_bytes, block.phase == COPIED)
-            scratch = timeline.scratch.get(moment, 0)
-            taken = cache.take(_SCRATCH, scratch) if scratch else 0
-            if not again:
-                books.note(moment, allocated + taken, requested + scratch, cache.reserved_bytes)
-            if scratch:
-                cache.give(_SCRATCH)
-            for block in deaths:
-                if block.num_bytes:
-                    requested -= block.num_bytes
-                    allocated -= cache.give(id(block))
-            if moment == timeline.released:
-                cache.release()
-        books.hold(cache.reserved_bytes)
-        return books.taken()
+def _taken(cache: CudaCache | None, key: int, num_bytes: int, copied: bool = False) -> int:
+    return num_bytes if cache is None else cache.take(key, num_bytes, copied)
 
 
 @dataclass(slots=True, eq=False)
@@ -195,14 +118,31 @@ class _Chunk:
     after: _Chunk | None = None
 
 
-class _Cache:
-    """Segments of a CUDA cache in one address space, with gaps between them."""
+class CudaCache:
+    """PyTorch's CUDA caching allocator, with one compute stream and one stream that copies batches
+    (PyTorch documentation, "CUDA semantics: memory management";
+    `c10/cuda/CUDACachingAllocator.cpp`).
 
-    def __init__(self, expandable: bool, max_split: int | None, limit: int | None) -> None:
+    Block sizes are rounded up to 512 bytes. Blocks of up to 1 MiB come from small segments of
+    2 MiB, larger blocks below 10 MiB from segments of 20 MiB, and each block of 10 MiB or more from
+    its own segment, in multiples of 2 MiB.
+
+    The smallest free block that fits is used. Its remainder is split off if it is large enough: at
+    least 512 bytes for small blocks, more than 1 MiB for large blocks. Adjacent free blocks are
+    merged. Segments stay with the allocator until the limit is reached; then segments that are
+    completely free are released.
+
+    Args:
+        expandable: `expandable_segments`: one segment per pool grows in place, in steps of 2 or
+            20 MiB, and any remainder is split off.
+        limit_bytes: maximum reserved memory, or None for no limit. Memory required beyond the limit
+            is still counted.
+    """
+
+    def __init__(self, expandable: bool = False, limit_bytes: int | None = None) -> None:
         self.reserved_bytes = 0
         self._expandable = expandable
-        self._max_split = max_split
-        self._limit = limit
+        self._limit = limit_bytes
         self._taken: dict[int, _Chunk] = {}
         # For each stream, the pool of large blocks and the pool of small blocks.
         self._pools = tuple(
@@ -218,7 +158,7 @@ class _Cache:
         chunk = self._fitting(size, pool)
         if chunk is None:
             chunk = self._grown(size, pool) if self._expandable else self._segment(size, pool)
-        if self._is_worth_splitting(chunk.size - size, size, pool):
+        if self._is_worth_splitting(chunk.size - size, pool):
             rest = _Chunk(chunk.start + size, chunk.size - size, pool, True, chunk, chunk.after)
             if rest.after is not None:
                 rest.after.before = rest
@@ -247,11 +187,6 @@ class _Cache:
         if i == len(pool.free):
             return None
         found = self._at[pool.free[i][1]]
-        if self._max_split is not None and not pool.small:
-            if size < self._max_split <= found.size:
-                return None
-            if size >= self._max_split and found.size >= size + CUDA_MIDDLE_SEGMENT:
-                return None
         self._drop(found)
         return found
 
@@ -271,13 +206,14 @@ class _Cache:
         """Return the end of the pool's expandable segment, grown until it holds `size`."""
         last = pool.last
         step = CUDA_SMALL_SEGMENT if pool.small else CUDA_MIDDLE_SEGMENT
-        there = last.size if last is not None and last.free else 0
-        more = _round_up(size - there, step)
-        self._reserve(more)
         if last is not None and last.free:
-            self._drop(last)
+            self._drop(last)  # first, so that it is not released at the limit
+            more = _round_up(size - last.size, step)
+            self._reserve(more)
             last.size += more
             return last
+        more = _round_up(size, step)
+        self._reserve(more)
         start = last.start + last.size if last is not None else pool.begin
         chunk = _Chunk(start, more, pool, before=last)
         if last is not None:
@@ -301,10 +237,10 @@ class _Cache:
                 if chunk.pool.last is chunk:
                     chunk.pool.last = chunk.before
 
-    def _is_worth_splitting(self, rest: int, size: int, pool: _Pool) -> bool:
+    def _is_worth_splitting(self, rest: int, pool: _Pool) -> bool:
         if pool.small or self._expandable:
             return rest >= CUDA_BLOCK
-        return rest > CUDA_SMALL and (self._max_split is None or size < self._max_split)
+        return rest > CUDA_SMALL
 
     def _joined(self, one: _Chunk, other: _Chunk) -> _Chunk:
         first, second = (one, other) if one.start < other.start else (other, one)
@@ -366,49 +302,28 @@ _NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _OPTION = re.compile(r"([a-z_0-9]+)\s*:\s*(\[[^\]]*\]|[^,]*)")
 
 
-@dataclass(frozen=True, slots=True)
-class AllocatorSettings:
-    """Settings of `CudaCache`.
-
-    Attributes:
-        expandable: `expandable_segments`.
-        max_split_bytes: `max_split_size_mb`; None: no limit.
-        ignored: options that may change the reserved memory and are not modeled.
-    """
-
-    expandable: bool = False
-    max_split_bytes: int | None = None
-    ignored: tuple[str, ...] = ()
+def _settings() -> tuple[str, dict[str, str]]:
+    """Return the variable that sets options of the allocator here, and the options."""
+    name = next((name for name in _NAMES if os.environ.get(name)), "")
+    return name, dict(_OPTION.findall(os.environ.get(name, "").replace(" ", "")))
 
 
-def settings_here() -> AllocatorSettings:
-    """Return the settings in the environment. Options that PyTorch would not accept are left to
-    PyTorch."""
-    told = next((os.environ[name] for name in _NAMES if os.environ.get(name)), "")
-    expandable, most, ignored = False, None, list[str]()
-    for name, value in _OPTION.findall(told.replace(" ", "")):
-        if name == "expandable_segments":
-            expandable = value == "True"
-        elif name == "max_split_size_mb" and value.isdecimal():
-            most = int(value) << 20
-        elif (name, value) != ("backend", "native"):
-            ignored.append(f"{name}:{value}")
-    return AllocatorSettings(expandable, most, tuple(ignored))
+def is_expandable() -> bool:
+    """Return whether segments are expandable in this environment."""
+    return _settings()[1].get("expandable_segments") == "True"
 
 
 def allocator_notices() -> Iterator[str]:
     """Yield the notices about allocator settings in plans for CUDA."""
-    here = settings_here()
-    followed = ["expandable_segments"] if here.expandable else []
-    followed += ["max_split_size_mb"] if here.max_split_bytes is not None else []
-    name = next((name for name in _NAMES if os.environ.get(name)), "")
-    if followed:
+    name, options = _settings()
+    if options.pop("expandable_segments", "") == "True":
         yield (
-            f"Bytes are those of an allocator under {' and '.join(followed)}, which {name} sets here."
-            " Set it the same where you train."
+            f"Bytes are those of an allocator under expandable_segments, which {name} sets here. Set it"
+            " the same where you train."
         )
-    if here.ignored:
+    ignored = [f"{key}:{value}" for key, value in options.items()]
+    if ignored and ignored != ["backend:native"]:
         yield (
-            f"{name} sets {', '.join(here.ignored)}, which the prediction of bytes does not follow:"
-            " more may be reserved than is told."
+            f"{name} sets {', '.join(ignored)}, which the prediction of bytes does not follow: more may"
+            " be reserved than is told."
         )

@@ -1,16 +1,13 @@
 """Memory that kernels take in addition to their arguments and results, which a trace does not see.
 
-On a CPU only memory that follows from the semantics of PyTorch's operators is counted. Memory kept
-by oneDNN and MKL is not, since a plan for a CPU that is present is rehearsed. On CUDA the scratch
-memory that grows with the batch is counted, based on PyTorch's source and on what its caching
-allocator reports for single operations (`benchmarks/allocator/README.md`). Workspaces of cuDNN are
-not counted.
+On a CPU only what an LSTM saves is counted, since a plan for a CPU that is present is rehearsed. On
+CUDA the scratch memory that grows with the batch is counted, based on PyTorch's source and on what
+its caching allocator reports for single operations (`benchmarks/allocator/README.md`). Workspaces
+of cuDNN are not counted.
 """
 
 from __future__ import annotations
 
-import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -24,28 +21,15 @@ from anybatch.machine import cpu_computes_in
 _aten: Any = torch.ops.aten
 _LSTM = _aten.mkldnn_rnn_layer.default
 _CONVOLUTION_BACKWARD = _aten.convolution_backward.default
-_CONTIGUOUS = {  # operation -> indices of the arguments that it reads as contiguous
-    _aten.native_layer_norm.default: (0,),
-    _aten.native_layer_norm_backward.default: (0, 1),
-    _aten.native_group_norm.default: (0,),
-    _aten.native_group_norm_backward.default: (0, 1),
-    _aten._softmax.default: (0,),
-    _aten._softmax_backward_data.default: (0, 1),
-    _aten._log_softmax.default: (0,),
-    _aten._log_softmax_backward_data.default: (0, 1),
-}
-_PROMOTING = {
-    packet.Tensor for packet in (_aten.add, _aten.sub, _aten.mul, _aten.div, _aten.add_, _aten.mul_)
-} | {_aten.where.self}
 _HALF = (torch.bfloat16, torch.float16)
 
 
-class Kernels(ABC):
-    """Memory taken by the kernels of one kind of device."""
+class Kernels:
+    """Memory taken by the kernels of a CPU."""
 
-    @abstractmethod
-    def scratch(self, op: Any, args: tuple[Any, ...], result: Any) -> int:
+    def scratch(self, op: Any, args: tuple[Any, ...]) -> int:
         """Return the bytes that `op` allocates and frees while it runs."""
+        return 0
 
     def copies(self, op: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
         """Return the bytes of each copy of an argument that `op` makes before its result and frees
@@ -53,23 +37,8 @@ class Kernels(ABC):
         return ()
 
     def workspace(self, op: Any, args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
-        """Return a result whose size does not follow from its shape, and its bytes, or None."""
-        return None
-
-
-class CpuKernels(Kernels):
-    """Copies that PyTorch's own operators make on a CPU, derived from their semantics."""
-
-    def scratch(self, op: Any, args: tuple[Any, ...], result: Any) -> int:
-        """See `Kernels`."""
-        if op in _PROMOTING:
-            return _promoted_bytes(args, result)
-        if op in _CONTIGUOUS:
-            return sum(_bytes(args[i]) for i in _CONTIGUOUS[op] if not args[i].is_contiguous())
-        return 0
-
-    def workspace(self, op: Any, args: tuple[Any, ...], result: Any) -> tuple[Tensor, int] | None:
-        """See `Kernels`: an LSTM saves four gates and a cell per step for backward."""
+        """Return a result whose size does not follow from its shape, and its bytes, or None. An LSTM
+        saves four gates and a cell per step for backward."""
         if op is not _LSTM:
             return None
         inputs, recurrent = args[0], args[2]
@@ -84,25 +53,6 @@ class CpuKernels(Kernels):
         return result[3], gates + gates // 4
 
 
-def _promoted_bytes(args: tuple[Any, ...], result: Tensor) -> int:
-    """Return the bytes of the copies of operands that do not have the common dtype. Scalars are
-    converted on the fly."""
-    operands = [a for a in args if isinstance(a, Tensor) and a.dim() and a.dtype != torch.bool]
-    common = result.dtype
-    for operand in operands:
-        common = _common(common, operand.dtype)
-    return sum(a.numel() * common.itemsize for a in operands if a.dtype != common)
-
-
-@functools.cache  # during a trace, torch's takes 0.3 ms, since it goes through the tracer
-def _common(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    return torch.promote_types(one, other)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 class CudaKernels(Kernels):
     """PyTorch's own kernels on CUDA, and the copies that it makes for kernels of libraries.
 
@@ -113,7 +63,7 @@ class CudaKernels(Kernels):
     def __init__(self, threads: int = MOST_RESIDENT) -> None:
         self._threads = threads
 
-    def scratch(self, op: Any, args: tuple[Any, ...], result: Any) -> int:
+    def scratch(self, op: Any, args: tuple[Any, ...]) -> int:
         """See `Kernels`."""
         if (rule := _RULES.get(op)) is not None:
             return rule(*args)
@@ -237,7 +187,7 @@ _RULES: dict[Any, Callable[..., int]] = {
 
 def _copied(tensor: Tensor) -> int:
     """Return the bytes of the copy of an argument that a kernel reads as contiguous."""
-    return 0 if tensor.is_contiguous() else _bytes(tensor)
+    return 0 if tensor.is_contiguous() else tensor.nbytes
 
 
 def _up(number: int, step: int) -> int:

@@ -13,17 +13,16 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
-from anybatch.estimate.allocator import Taken
+from anybatch.estimate.allocator import Taken, replay
 from anybatch.estimate.eager import eagerly
 from anybatch.estimate.family import Traced
-from anybatch.estimate.footprint import constant_bytes, footprint, trace_step
-from anybatch.estimate.head import head_of
+from anybatch.estimate.footprint import constant_bytes, trace_step
 from anybatch.estimate.peak import (
     KINDS,
     LOSS,
     OVERHEAD,
     Kinds,
-    allocator_of,
+    cache_of,
     method_on,
     not_counted_on,
     peak_at,
@@ -152,8 +151,6 @@ class Ledger:
         held: largest holdings at that moment, largest first, at most 400.
         curve: moments of one step, in order. If a step has more than 2000 operations, each section
             of it is represented by the moments with the most and the fewest bytes in use.
-        loss_in_chunks: peak with the loss in chunks; None if it already is, or if chunks would not
-            help.
         method: description of how the ledger was determined.
         not_counted: other memory on the device that is not included, in sentences.
     """
@@ -166,7 +163,6 @@ class Ledger:
     by_kind: dict[str, int]
     held: tuple[Holding, ...]
     curve: tuple[Moment, ...]
-    loss_in_chunks: int | None
     method: str
     not_counted: tuple[str, ...] = ()
 
@@ -203,11 +199,10 @@ def ledger(subject: Subject, choice: Choice, device: Device) -> Ledger:
     Raises whatever the model or loss raises on fake tensors.
     """
     traced = with_workspaces(trace_step(subject, choice, device), device)
-    taken = allocator_of(device).replay(traced.timeline)
+    taken = replay(traced.timeline, cache_of(device))
     constant = constant_bytes(subject, choice, device)
     account = _Account(traced, taken, constant, subject.division)
     peak = peak_at(traced, taken, constant, device)
-    in_chunks = _in_chunks(subject, choice, device)
     if subject.division is not None:
         peak = peak.divided(subject.division)
     return Ledger(
@@ -219,21 +214,9 @@ def ledger(subject: Subject, choice: Choice, device: Device) -> Ledger:
         by_kind=peak.by_kind,
         held=account.held(taken.moment),
         curve=account.curve(),
-        loss_in_chunks=in_chunks if in_chunks and in_chunks < peak.num_bytes else None,
         method=method_on(subject.as_traced(device)),
         not_counted=not_counted_on(device, subject.speaks),
     )
-
-
-def _in_chunks(subject: Subject, choice: Choice, device: Device) -> int | None:
-    """Return the peak with the loss in chunks, or None if it cannot be computed in chunks."""
-    if choice.chunked_head or subject.division is not None:
-        return None
-    head = head_of(subject, choice, device)
-    if head is None:
-        return None
-    chunked = choice.model_copy(update={"chunked_head": head.name})
-    return footprint(subject, chunked, device).peak.num_bytes
 
 
 class _Account:

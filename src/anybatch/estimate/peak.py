@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from anybatch.estimate.allocator import Allocator, CudaCache, LiveBytes, Taken, settings_here
+from anybatch.estimate.allocator import CudaCache, Taken, is_expandable, replay
 from anybatch.estimate.cuda import is_overlaid
 from anybatch.estimate.family import Traced
 from anybatch.estimate.sharding import GATHERED, Division
@@ -63,7 +63,7 @@ class Peak:
 def peak_of(traced: Traced, constant: Mapping[str, int], device: Device) -> Peak:
     """Return the peak of `traced` on `device`. `constant` maps kinds to bytes allocated in addition to
     its tensors."""
-    return peak_at(traced, allocator_of(device).replay(traced.timeline), constant, device)
+    return peak_at(traced, replay(traced.timeline, cache_of(device)), constant, device)
 
 
 def peak_at(traced: Traced, taken: Taken, constant: Mapping[str, int], device: Device) -> Peak:
@@ -82,12 +82,11 @@ def peak_at(traced: Traced, taken: Taken, constant: Mapping[str, int], device: D
     return Peak(totals["total"], {kind: sizes[kind] for kind in KINDS if sizes[kind]}, totals)
 
 
-def allocator_of(device: Device) -> Allocator:
-    """Return the allocator of a device."""
+def cache_of(device: Device) -> CudaCache | None:
+    """Return an empty cache of the allocator of `device`, or None for a CPU."""
     if device.kind == "cpu":
-        return LiveBytes()
-    limit, settings = device.budget_bytes - context_bytes_of(device), settings_here()
-    return CudaCache(settings.expandable, settings.max_split_bytes, max(0, limit))
+        return None
+    return CudaCache(is_expandable(), max(0, device.budget_bytes - context_bytes_of(device)))
 
 
 def context_bytes_of(device: Device) -> int:

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from anybatch.compute.along_sequence import NUM_TILES
 from anybatch.compute.chunked_attention import NUM_CHUNKS
@@ -57,31 +59,12 @@ _Group = tuple[str, int, str, torch.dtype]
 """Key of similar operations: their phase, their block, their name, and their dtype."""
 
 
-@dataclass(slots=True)
-class _Amounts:
-    """Totals over the operations of a group: the number of operations, their floating-point
-    operations, their bytes, and the number of calls that start them."""
+_Amounts = NDArray[np.float64]
+"""Totals over the operations of a group: the number of operations, their floating-point operations,
+their bytes, and the number of calls that start them."""
 
-    count: float = 0.0
-    flops: float = 0.0
-    num_bytes: float = 0.0
-    calls: float = 0.0
-
-
-@dataclass(slots=True)
-class _Spent:
-    """Seconds of some operations of one micro-batch: to compute them, and to start them."""
-
-    work: float = 0.0
-    calls: float = 0.0
-
-    def __add__(self, other: _Spent) -> _Spent:
-        """Add both times."""
-        return _Spent(self.work + other.work, self.calls + other.calls)
-
-    def times(self, factor: float) -> _Spent:
-        """Multiply both times by `factor`."""
-        return _Spent(factor * self.work, factor * self.calls)
+_Spent = NDArray[np.float64]
+"""Seconds of some operations of one micro-batch: to compute them, and to start them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +219,10 @@ class Pace:
         """Return the seconds of forward, backward and recompute of one micro-batch. The loss is
         computed in chunks of the logits of `head`, or as it is written if `head` is None."""
         places = self._places(micro_batch)
-        forward = sum((s for place, s in places.items() if place[0] == "forward"), _Spent())
-        backward = sum((s for place, s in places.items() if place[0] == "backward"), _Spent())
+        forward, backward = (
+            sum((s for place, s in places.items() if place[0] == phase), np.zeros(2))
+            for phase in ("forward", "backward")
+        )
         moved = 0.0
         if recompute.to_host and self.has_host:
             # Copies are enqueued between the kernels, so the times add up.
@@ -297,7 +282,7 @@ class Pace:
 
     def block_seconds(self, micro_batch: int) -> list[float]:
         """Return the seconds to recompute each block."""
-        spent = [_Spent(0.0, _CHECKPOINT_SECONDS) for _ in self._subject.blocks]
+        spent = [_checkpoints(1) for _ in self._subject.blocks]
         for (phase, block, _), seconds in self._places(micro_batch).items():
             if phase == "forward" and block >= 0:
                 spent[block] += seconds
@@ -313,17 +298,12 @@ class Pace:
         found = self._memo.get(micro_batch)
         if found is None:
             found = self._memo[micro_batch] = {}
-            (low, high), none = self._ends, _Amounts()
+            (low, high), none = self._ends, np.zeros(4)
             for group in low | high:
-                a, b = low.get(group, none), high.get(group, none)
-                between = _Amounts(
-                    self._line(a.count, b.count, micro_batch),
-                    self._line(a.flops, b.flops, micro_batch),
-                    self._line(a.num_bytes, b.num_bytes, micro_batch),
-                    self._line(a.calls, b.calls, micro_batch),
-                )
-                place = *group[:2], between.flops > 0
-                found[place] = found.get(place, _Spent()) + self._spent(group, between)
+                ends = zip(low.get(group, none), high.get(group, none), strict=True)
+                between = np.array([self._line(*each, micro_batch) for each in ends])
+                place = *group[:2], bool(between[1] > 0)
+                found[place] = found.get(place, np.zeros(2)) + self._spent(group, between)
         return found
 
     def _line(self, at_low: float, at_high: float, micro_batch: int) -> float:
@@ -358,49 +338,47 @@ class Pace:
             if phase == "forward" and block in numbers and not kept:
                 again += spent
                 if twice:  # recomputed with their block, and once more on their own
-                    again += spent.times(twice)
+                    again += twice * spent
         return self._in_a_row(again)
 
     def _in_a_row(self, spent: _Spent) -> float:
         """Return the seconds of operations that are started one after the other."""
-        return max(spent.work, spent.calls) if self._speeds.overlap else spent.work + spent.calls
+        return float(spent.max() if self._speeds.overlap else spent.sum())
 
     def _seconds_of(self, operations: Sequence[Operation]) -> float:
         groups = _grouped(operations)
-        return self._in_a_row(sum((self._spent(*each) for each in groups.items()), _Spent()))
+        return self._in_a_row(sum((self._spent(*each) for each in groups.items()), np.zeros(2)))
 
     def _spent(self, group: _Group, amounts: _Amounts) -> _Spent:
         """Return the seconds of the operations of a group."""
         phase, _, _, dtype = group
         speeds = self._speeds
-        seconds = amounts.num_bytes / speeds.memory
-        if amounts.flops:
+        count, flops, num_bytes, starts = map(float, amounts)
+        seconds = num_bytes / speeds.memory
+        if flops:
             name = str(dtype).removeprefix("torch.")
             if name == "float32" and self._tf32:
                 name = "tf32"
             rate = speeds.matmul.get(name) or speeds.matmul["float32"]
-            seconds = max(seconds, amounts.flops / rate)
-        calls = amounts.calls * speeds.call_seconds
+            seconds = max(seconds, flops / rate)
+        calls = starts * speeds.call_seconds
         if phase == "update" and self._stands_in:
             # CPU tensors stand in for those of the device, where optimizers update all at once.
-            return _Spent(seconds, calls / 16)
-        kernels = amounts.count * _KERNEL_SECONDS if speeds.overlap else 0.0
-        return _Spent(seconds + kernels, calls)
+            return np.array([seconds, calls / 16])
+        kernels = count * _KERNEL_SECONDS if speeds.overlap else 0.0
+        return np.array([seconds + kernels, calls])
 
 
 def _grouped(operations: Iterable[Operation]) -> dict[_Group, _Amounts]:
     found: dict[_Group, _Amounts] = {}
     for o in operations:
-        amounts = found.setdefault((o.phase, o.block, o.name, o.dtype), _Amounts())
-        amounts.count += 1
-        amounts.flops += o.flops
-        amounts.num_bytes += o.num_bytes
-        amounts.calls += max(1.0, o.num_tensors / 8)
+        amounts = found.setdefault((o.phase, o.block, o.name, o.dtype), np.zeros(4))
+        amounts += (1.0, o.flops, o.num_bytes, max(1.0, o.num_tensors / 8))
     return found
 
 
 def _checkpoints(count: int) -> _Spent:
-    return _Spent(0.0, count * _CHECKPOINT_SECONDS)
+    return np.array([0.0, count * _CHECKPOINT_SECONDS])
 
 
 def tabulated_link(device: Device) -> Link:

@@ -1,18 +1,9 @@
 """Memory of a sharded model on each rank, from the sizes of its blocks; sums that a rank holds.
 
 Kept tensors (weights, gradients, optimizer state) are divided by the number of ranks. Gathered
-tensors are not: they belong to a few blocks at a time, and their size follows from the order in
-which FSDP allocates and frees buffers. That order is simulated here, so blocks may have any size:
-
-    forward, per block    1 flat buffer, gathered     the buffer of the previous block still exists
-                          2 weights, copied out       compute
-                          3 weights freed             the flat buffer stays until step 2 of the next
-    backward, per block   1 flat buffer, gathered     gradients of the previous block are being sent
-                          2 weights; buffer freed     compute: weights and gradients
-                          3 gradients, flat           weights freed; reduced; own part kept
-
-The root (parameters outside of blocks: embeddings, the head) is gathered all the time, with its
-gradients.
+tensors are not: the root (parameters outside of blocks: embeddings, the head) with its gradients at
+all times, and each block with its gradients while FSDP computes it. The flat buffer of a block
+exists until that of the next is copied out, so its neighbors count as well.
 """
 
 from __future__ import annotations
@@ -43,33 +34,6 @@ class Parts:
         return self.root + sum(self.blocks)
 
 
-@dataclass(frozen=True, slots=True)
-class ShardedBytes:
-    """Memory of one rank, in bytes.
-
-    Attributes:
-        parameters, gradients, optimizer_state: the parts that the rank keeps.
-        forward, backward: maximum that is gathered at any moment of a pass, in addition to the kept
-            parts.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer_state: int
-    forward: int
-    backward: int
-
-    @property
-    def kept(self) -> int:
-        """Bytes held between two passes of a step."""
-        return self.parameters + self.gradients + self.optimizer_state
-
-    @property
-    def peak(self) -> int:
-        """Bytes held at the peak of a pass, without activations."""
-        return self.kept + max(self.forward, self.backward)
-
-
 def parts_of(model: nn.Module) -> Parts:
     """Return how `model`, which may be fake, is gathered by default in `parallel.Shard`."""
     sizes: list[int] = []
@@ -84,45 +48,6 @@ def parts_of(model: nn.Module) -> Parts:
             sizes.append(sum(own.values()))
             seen |= own.keys()
     return Parts(sum(p.nbytes for p in model.parameters() if id(p) not in seen), tuple(sizes))
-
-
-def sharded_bytes(
-    parts: Parts,
-    ranks: int,
-    optimizer_state: int,
-    *,
-    copies_by_network: int = 1,
-    prefetch: bool = False,
-    reduce_at_last: bool = False,
-    offload: bool = False,
-) -> ShardedBytes:
-    """Return the memory of a model on each of `ranks` ranks.
-
-    Args:
-        parts: bytes of its weights, in the dtype in which they are kept.
-        ranks: number of ranks that divide the model.
-        optimizer_state: bytes of the optimizer state of the whole model.
-        copies_by_network: number of copies of a buffer made while it is sent: 1 for gloo, 0 for
-            NCCL.
-        prefetch: whether backward gathers the next block while it computes (on CUDA).
-        reduce_at_last: whether gradients are kept whole until the last pass of a step.
-        offload: whether kept tensors are in host memory. Whole gradients, which have not been
-            reduced yet, stay on the device.
-    """
-    gathered, root = parts.blocks, parts.root
-    kept = 0 if offload else 1
-    # In transfers to and from the host, a rank's part of the largest group is on the device.
-    crossing = 0 if kept else 2 * _part(max(root, *gathered, 0), ranks)
-    return ShardedBytes(
-        parameters=kept * _part(parts.whole, ranks),
-        gradients=root + sum(gathered) if reduce_at_last else kept * _part(parts.whole, ranks),
-        optimizer_state=kept * _part(optimizer_state, ranks),
-        forward=crossing + _forward(root, gathered, copies_by_network),
-        backward=crossing
-        + _backward(
-            root, gathered, parts, ranks, copies_by_network, prefetch and len(gathered) > 1
-        ),
-    )
 
 
 STATE = ("parameters", "gradients", "optimizer state")
@@ -153,61 +78,35 @@ class Division:
         """Return the peak of one rank, and its bytes by kind, from those of the whole model: the
         state is divided, and the weights and gradients that are gathered at a time are added. They
         are assumed to peak at the same time as the activations, so the result is rather too high."""
-        whole = sum(by_kind.get(kind, 0) for kind in STATE)
-        here = sharded_bytes(
-            self.parts,
-            self.ranks,
-            by_kind.get("optimizer state", 0),
-            copies_by_network=int(self.by_gloo),
-            prefetch=not self.by_gloo,
-            reduce_at_last=self.reduce_at_last,
-            offload=self.offload,
-        )
+        kept = 0 if self.offload else 1
+        whole = self.parts.whole
         kinds = {
             **by_kind,
-            "parameters": here.parameters,
-            "gradients": here.gradients,
-            "optimizer state": here.optimizer_state,
-            GATHERED: max(here.forward, here.backward),
+            "parameters": kept * self._part(whole),
+            "gradients": whole if self.reduce_at_last else kept * self._part(whole),
+            "optimizer state": kept * self._part(by_kind.get("optimizer state", 0)),
+            GATHERED: self._gathered(),
         }
-        return num_bytes - whole + here.peak, kinds
+        before = sum(by_kind.get(kind, 0) for kind in STATE)
+        return num_bytes - before + sum(kinds[kind] for kind in (*STATE, GATHERED)), kinds
 
+    def _gathered(self) -> int:
+        """Return the maximum bytes of weights and gradients that are gathered at once. Each block
+        has both, and the flat buffers of its neighbors: gradients that are sent, and weights that
+        CUDA prefetches. gloo copies what it sends, so there one of them exists at a time."""
+        root, blocks = self.parts.root, self.parts.blocks
+        sizes = [
+            2 * block + (max(before, after, self._part(block)) if self.by_gloo else before + after)
+            for before, block, after in zip((0, *blocks), blocks, (*blocks[1:], 0), strict=False)
+        ]
+        # At the end the gradients of the root are flattened, sent and reduced.
+        ending = (2 if self.by_gloo else 1) * root + self._part(root)
+        # In transfers to and from the host, a rank's part of the largest group is on the device.
+        crossing = 2 * self._part(max(root, *blocks, 0)) if self.offload else 0
+        return crossing + max(2 * root + max(sizes, default=0), ending)
 
-def _forward(root: int, blocks: Sequence[int], copies: int) -> int:
-    most = root + max(root, copies * root)
-    before = root
-    for block in blocks:
-        gathering = before + block + copies * block
-        computing = block + block
-        most = max(most, root + gathering, root + computing)
-        before = block
-    return most
-
-
-def _backward(
-    root: int, blocks: Sequence[int], parts: Parts, ranks: int, copies: int, prefetch: bool
-) -> int:
-    held = root + root  # weights and gradients of the root
-    most = held
-    leaving = 0  # flat gradients of the previous block, until the next are flattened
-    for number in reversed(range(len(blocks))):
-        block, flat = blocks[number], parts.blocks[number]
-        ahead = blocks[number - 1] if prefetch and number else 0
-        gathering = leaving + block + max(block, copies * block)
-        computing = leaving + block + block + ahead
-        # Prefetched while the weights of this block exist, but none of its gradients.
-        fetching = leaving + block + ahead + copies * ahead
-        flattening = block + flat + ahead
-        adding_up = flat + copies * flat + _part(flat, ranks) + ahead
-        most = max(most, held + max(gathering, computing, fetching, flattening, adding_up))
-        leaving = flat
-    # At the end the weights of the root are freed, and its gradients are flattened and reduced.
-    ending = max(root + parts.root, (1 + copies) * parts.root + _part(parts.root, ranks))
-    return max(most, ending)
-
-
-def _part(size: int, ranks: int) -> int:
-    return -(-size // ranks)
+    def _part(self, size: int) -> int:
+        return -(-size // self.ranks)
 
 
 def _own(module: nn.Module) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ from anybatch.estimate.cuda import is_overlaid, laid_over, update_together
 from anybatch.estimate.fake_modules import without_fused_layers
 from anybatch.estimate.fake_op_cache import fake_mode
 from anybatch.estimate.family import Part, Traced
-from anybatch.estimate.kernels import CpuKernels, CudaKernels, Kernels
+from anybatch.estimate.kernels import CudaKernels, Kernels
 from anybatch.estimate.layout import layout_on
 from anybatch.estimate.reductions import resident_threads
 from anybatch.estimate.subject import Subject
@@ -400,7 +400,7 @@ def fake_device(device: Device) -> torch.device:
 
 def kernels_on(device: Device) -> Kernels:
     """Return the model of the memory that kernels of `device` take."""
-    return CpuKernels() if device.kind == "cpu" else CudaKernels(resident_threads(device))
+    return Kernels() if device.kind == "cpu" else CudaKernels(resident_threads(device))
 
 
 def growth(timeline: Timeline, start: int) -> int:

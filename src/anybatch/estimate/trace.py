@@ -174,7 +174,7 @@ class Tracer(TorchDispatchMode):
         if self._in_kernel or func is DEVICE_OF:
             return result
         with _NoFunctions():  # queries of tensors here must not reach the surrounding modes
-            module = self._count(func, args, result)
+            module = self._count(func, args)
             for leaf in (result,) if type(result) is FakeTensor else _tensors_of(result):
                 self.see(leaf, module=module)
             if func is _CAST and result.dtype in _HALF and self.phase == "compute":
@@ -265,7 +265,7 @@ class Tracer(TorchDispatchMode):
         if id(block) in self._settled:
             self.disturbed = True
 
-    def _count(self, func: Any, args: tuple[Any, ...], result: Any) -> str:
+    def _count(self, func: Any, args: tuple[Any, ...]) -> str:
         timeline = self.timeline
         timeline.num_moments += 1
         node = _node()
@@ -280,7 +280,7 @@ class Tracer(TorchDispatchMode):
         now = timeline.num_moments
         for size in self._kernels.copies(func, args):
             timeline.blocks.append(Block(size, now, self.phase, now, SCRATCH, module))
-        if extra := self._kernels.scratch(func, args, result):
+        if extra := self._kernels.scratch(func, args):
             timeline.scratch[now] = extra
         return module
 

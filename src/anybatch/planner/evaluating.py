@@ -8,26 +8,17 @@ model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from anybatch.errors import AnybatchError, NoPlanFits
+from anybatch.errors import AnybatchError
 from anybatch.estimate import Peak, Subject, evaluation_peak
 from anybatch.estimate.eager import eagerly
 from anybatch.estimate.peak import method_on
 from anybatch.machine import Device
 from anybatch.planner.kernel_rule import with_kernels
-from anybatch.planner.ranks import Layout, budget_for, rank_of, reserve_of
+from anybatch.planner.ranks import Layout, rank_of, reserve_of
+from anybatch.planner.refusal import no_plan_fits
 from anybatch.planner.setting import budget_notices, is_enforced
 from anybatch.plans import Choice, Plan, Precision, Prediction, Recompute, StatesOn
-from anybatch.units import check_count, format_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Weighed:
-    """A choice, and its peak; None: the model cannot be traced."""
-
-    choice: Choice
-    peak: Peak | None
+from anybatch.units import check_count
 
 
 @eagerly()
@@ -74,17 +65,27 @@ def make_evaluation_plan(
         # The loss in chunks is planned only for models that are not divided.
         chunked_head="" if layout.parallel == "shard" else before.choice.chunked_head,
     )
-    found = _fitting(one, choice, device, fixed=batch is not None)
-    enforced = is_enforced(device, limited)
+    choice, peak = _fitting(one, choice, device, fixed=batch is not None)
     told = list(budget_notices(device, limited))
-    if found.peak is None:
+    prediction = None
+    if peak is None:
         told.append("The model cannot be traced, so nothing is predicted.")
+    else:
+        prediction = Prediction(
+            peak_bytes=peak.num_bytes,
+            evaluation_peak_bytes=peak.num_bytes,
+            step_seconds=0.0,
+            by_kind=dict(peak.by_kind),
+            totals=peak.totals,
+            choice=choice,
+            method=method_on(subject.as_traced(device)),
+        )
     plan = Plan(
         task=identity,
-        enforced=enforced,
+        enforced=is_enforced(device, limited),
         **layout.fields(device),
-        choice=found.choice,
-        prediction=_prediction(found, subject, device),
+        choice=choice,
+        prediction=prediction,
         notices=tuple(told),
     )
     if before.device.partition(":")[0] != device.kind:
@@ -92,8 +93,11 @@ def make_evaluation_plan(
     return plan.running(before.kernels)
 
 
-def _fitting(subject: Subject, choice: Choice, device: Device, fixed: bool) -> _Weighed:
-    """`choice` if it fits or is `fixed`; otherwise `choice` with its batch halved until it fits."""
+def _fitting(
+    subject: Subject, choice: Choice, device: Device, fixed: bool
+) -> tuple[Choice, Peak | None]:
+    """`choice` if it fits or is `fixed`, otherwise with its batch halved until it fits; and its
+    peak, or None if the model cannot be traced."""
     budget = device.budget_bytes
     room = budget - reserve_of(budget, device.kind)
     size = choice.evaluation_batch
@@ -104,32 +108,12 @@ def _fitting(subject: Subject, choice: Choice, device: Device, fixed: bool) -> _
         except AnybatchError:
             raise
         except Exception:  # any exception of the user's code on fake tensors
-            return _Weighed(choice, None)
+            return choice, None
         if subject.division is not None:
             peak = peak.divided(subject.division)
         if fixed or peak.num_bytes <= room:
-            return _Weighed(here, peak)
+            return here, peak
         if size == 1:
-            needed = peak.num_bytes
-            least = budget_for(needed, device.kind)
-            raise NoPlanFits(
-                f"no plan fits the budget of {format_bytes(budget)}: to evaluate one sample at a time"
-                f" is predicted to need {format_bytes(needed)}. Give it at least {format_bytes(least)}"
-                f" (--memory {-(-least // (1 << 20))}MiB), or divide the model over ranks.",
-                least_bytes=least,
-            )
+            what, more = "to evaluate one sample at a time", ", or divide the model over ranks."
+            raise no_plan_fits(device, what, peak.num_bytes, more)
         size //= 2
-
-
-def _prediction(found: _Weighed, subject: Subject, device: Device) -> Prediction | None:
-    if found.peak is None:
-        return None
-    return Prediction(
-        peak_bytes=found.peak.num_bytes,
-        evaluation_peak_bytes=found.peak.num_bytes,
-        step_seconds=0.0,
-        by_kind=dict(found.peak.by_kind),
-        totals=found.peak.totals,
-        choice=found.choice,
-        method=method_on(subject.as_traced(device)),
-    )

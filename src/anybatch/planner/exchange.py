@@ -27,7 +27,7 @@ from anybatch.compute.buckets import BUCKET_BYTES
 from anybatch.estimate import Subject
 from anybatch.estimate.seconds import bus_seconds
 from anybatch.planner.setting import Setting
-from anybatch.plans import Choice, Exchange, Precision
+from anybatch.plans import Choice
 
 
 def seconds_of_exchange(subject: Subject, setting: Setting, choice: Choice, passes: int) -> float:
@@ -42,7 +42,9 @@ def seconds_of_exchange(subject: Subject, setting: Setting, choice: Choice, pass
     vote = link.seconds(0, num_ranks)
     if subject.division is None:
         exchange = layout.exchange
-        num_bytes = _sent(pace.parameter_bytes, subject, exchange)
+        num_bytes = pace.parameter_bytes
+        if exchange.compress is not None:
+            num_bytes = min(num_bytes, 2 * subject.identity.trainable_parameters)
         crossing = link.seconds(num_bytes, num_ranks)
         if exchange.every > 1:  # with nothing in between, not even a vote
             return (vote + crossing) / exchange.every
@@ -53,7 +55,8 @@ def seconds_of_exchange(subject: Subject, setting: Setting, choice: Choice, pass
         return vote + (_left_over(crossing, behind, groups) if overlaps else crossing)
     division, within = subject.division, layout.link_within(device)
     pieces = len(division.parts.blocks) + 1
-    gathered = division.parts.whole * _gathered_part(choice.precision)
+    in_half = choice.precision.endswith(("-weights", "-pure"))
+    gathered = division.parts.whole * (0.5 if in_half else 1.0)
 
     def beside(*sizes: float) -> float:
         """Seconds of a pass in which this many bytes are exchanged, piece by piece, and nothing is
@@ -74,18 +77,6 @@ def seconds_of_exchange(subject: Subject, setting: Setting, choice: Choice, pass
     return vote + (passes - 1) * every + last + across
 
 
-def _sent(parameter_bytes: int, subject: Subject, exchange: Exchange) -> int:
-    """Bytes of gradients, or of weights, that are sent."""
-    if exchange.compress is not None:
-        return min(parameter_bytes, 2 * subject.identity.trainable_parameters)
-    return parameter_bytes
-
-
 def _left_over(crossing: float, computing: float, groups: int) -> float:
     """The seconds of an exchange in `groups` groups that do not overlap with computation."""
     return max(crossing / max(1, groups), crossing - computing)
-
-
-def _gathered_part(precision: Precision) -> float:
-    """The size of a gathered weight, relative to the weight that the model was built with."""
-    return 0.5 if precision.endswith(("-weights", "-pure")) else 1.0

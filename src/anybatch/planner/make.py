@@ -26,7 +26,7 @@ from anybatch.planner.ranks import (
     of_one_rank,
     pass_of,
 )
-from anybatch.planner.refusal import check_floor
+from anybatch.planner.refusal import check_floor, enough, no_plan_fits
 from anybatch.planner.search import Found, search
 from anybatch.planner.setting import Setting, Wishes, budget_notices, is_enforced, setting_of
 from anybatch.plans import LOSS_SCALED, Choice, Norms, Plan, Precision, Recompute, Rival
@@ -165,20 +165,12 @@ def _make(
             check_floor(whole, device, layouts, choice.precision, why)
         told += [why, unpredicted(choice.micro_batch)]
         return Plan(**given, **layout.fields(device), choice=choice, notices=tuple(told))
-    layout = found.setting.layout
+    layout = found.costs.setting.layout
     told += found.assumptions
     told += _told_comparison(whole, found)
-    told += faster_notice(found.choice, found.sizes, found.setting)
-    if not found.fits and layout.norms == "synchronised":
-        raise NoPlanFits(
-            f"no plan fits the budget of {format_bytes(device.budget_bytes)}: a pass of"
-            f" {found.choice.micro_batch} samples, the part of a rank of one ghost batch, is predicted"
-            f" to need {format_bytes(found.option.footprint.peak.num_bytes)} at the least. Give it"
-            " more memory, more ranks, or a smaller ghost batch, which changes BatchNorm's result.",
-            least_bytes=found.option.footprint.peak.num_bytes,
-        )
-    if not found.fits and whole.identity.grain is not None:
-        raise _no_grain_fits(found, device)
+    told += faster_notice(found.choice, found.costs.sizes, found.costs.setting)
+    if not found.fits and (layout.norms == "synchronised" or whole.identity.grain is not None):
+        raise _no_pass_fits(found, layout)
     if not found.fits:
         told.append(
             f"The micro-batch of {found.choice.micro_batch} that was asked for is predicted to need"
@@ -195,12 +187,14 @@ def _make(
         **layout.fields(device),
         choice=found.choice,
         ladder=_rungs(found.option, layout),
-        prediction=prediction_of(found.option, found.setting, _meetings(whole, layout, found)),
+        prediction=prediction_of(
+            found.option, found.costs.setting, _meetings(whole, layout, found)
+        ),
         rivals=tuple(
             Rival(
                 choice=rival.choice,
                 ladder=_rungs(rival, layout),
-                prediction=prediction_of(rival, found.setting),
+                prediction=prediction_of(rival, found.costs.setting),
             )
             for rival in (found.rivals if _can_try(layout) else ())
         ),
@@ -210,17 +204,17 @@ def _make(
     )
 
 
-def _no_grain_fits(found: Found, device: Device) -> NoPlanFits:
-    size, peak = found.choice.micro_batch, found.option.footprint.peak.num_bytes
-    smaller = ""
-    if size > 1:
+def _no_pass_fits(found: Found, layout: Layout) -> NoPlanFits:
+    """The error for a micro-batch that follows from the task and does not fit."""
+    size = found.choice.micro_batch
+    if layout.norms == "synchronised":
+        what = f"a pass of {size} samples, the part of a rank of one ghost batch,"
+        more = ", more ranks, or a smaller ghost batch, which changes BatchNorm's result."
+    else:
+        what = f"a grain of {size} samples of the reproducible run"
         smaller = ", or smaller grains (--grain, anybatch.Grains), which change the result's bits"
-    return NoPlanFits(
-        f"no plan fits the budget of {format_bytes(device.budget_bytes)}: a grain of {size} samples of"
-        f" the reproducible run is predicted to need {format_bytes(peak)} at the least. Give it more"
-        f" memory{smaller}.",
-        least_bytes=peak,
-    )
+        more = f"{smaller if size > 1 else ''}."
+    return no_plan_fits(found.costs.setting.device, what, enough(found.costs, found.choice), more)
 
 
 def _costs(
@@ -328,7 +322,7 @@ def _ranks(
 
 def _told_comparison(subject: Subject, found: Found) -> Iterator[str]:
     """A notice on the effect of a joint loss on a step that is split into micro-batches."""
-    if subject.compared and found.choice.micro_batch < found.sizes.whole:
+    if subject.compared and found.choice.micro_batch < found.costs.sizes.whole:
         yield (
             f"The loss compares all {subject.compared:,} samples of a global batch, so each micro-batch"
             " is computed twice: encoded, and, once all are compared, again with gradient. Fetched"

@@ -37,8 +37,7 @@ def nothing_fits(searched: Sequence[tuple[Costs, Sequence[Recompute]]]) -> NoPla
         (costs, costs.choice(way, costs.sizes.smallest)) for costs, ways in searched for way in ways
     ]
     costs, leanest = min(every, key=lambda each: each[0].least(each[1]))
-    peak, least = _enough(costs, leanest)
-    budget = format_bytes(costs.setting.device.budget_bytes)
+    peak = enough(costs, leanest)
     ghost, long = costs.subject.identity.ghost_batch, costs.subject.long
     smaller = (
         f" A ghost batch smaller than {ghost} would need less, but changes BatchNorm's result."
@@ -48,19 +47,31 @@ def nothing_fits(searched: Sequence[tuple[Costs, Sequence[Recompute]]]) -> NoPla
     if long:
         smaller += f" It has to hold the longest sample: {long}; shorten what is too long."
     seconds = format_seconds(costs.seconds(leanest))
+    return no_plan_fits(
+        costs.setting.device,
+        f"the leanest ({leanest.describe()}{_divided(costs)})",
+        peak,
+        f".{smaller}{_knobs(leanest, costs) if peak >= _LEAST_ADVISED else ''}",
+        at=f", at {seconds} per step",
+    )
+
+
+def no_plan_fits(device: Device, what: str, peak_bytes: int, more: str, at: str = "") -> NoPlanFits:
+    """The error that `what` is predicted to need `peak_bytes`, which names the smallest budget for
+    it; `more` ends the sentence and may go on."""
+    least = budget_for(peak_bytes, device.kind)
     return NoPlanFits(
-        f"no plan fits the budget of {budget}: the leanest ({leanest.describe()}{_divided(costs)}) is"
-        f" predicted to need {format_bytes(peak)}, at {seconds} per step. Give it at least"
-        f" {format_bytes(least)} (--memory {-(-least // (1 << 20))}MiB)."
-        f"{smaller}{_knobs(leanest, costs) if peak >= _LEAST_ADVISED else ''}",
+        f"no plan fits the budget of {format_bytes(device.budget_bytes)}: {what} is predicted to need"
+        f" {format_bytes(peak_bytes)}{at}. Give it at least {format_bytes(least)}"
+        f" (--memory {-(-least // (1 << 20))}MiB){more}",
         least_bytes=least,
     )
 
 
-def _enough(costs: Costs, choice: Choice) -> tuple[int, int]:
-    """The bytes that `choice` is predicted to need, and the smallest budget for it, under which
-    this still holds. CUDA's allocator releases unused memory when it reaches its limit, so under a
-    larger limit it may hold more."""
+def enough(costs: Costs, choice: Choice) -> int:
+    """The bytes that `choice` is predicted to need, also under the smallest budget for them. CUDA's
+    allocator releases unused memory when it reaches its limit, so under a larger limit it may hold
+    more."""
     kind = costs.setting.device.kind
     peak = costs.least(choice)
     for _ in range(_MOST_TRIES if kind == "cuda" else 0):
@@ -69,7 +80,7 @@ def _enough(costs: Costs, choice: Choice) -> tuple[int, int]:
         if needed <= peak:
             break
         peak = needed
-    return peak, budget_for(peak, kind)
+    return peak
 
 
 def _divided(costs: Costs) -> str:

@@ -29,9 +29,9 @@ from anybatch.planner.comparison import (
     rivals_of,
     ways_of,
 )
-from anybatch.planner.costs import Costs, Sizes, Untraceable
+from anybatch.planner.costs import Costs, Untraceable
 from anybatch.planner.refusal import nothing_fits
-from anybatch.planner.setting import Setting, Wishes
+from anybatch.planner.setting import Wishes
 from anybatch.planner.subsets import largest, leanest_subset, subsets
 from anybatch.plans import Candidate, Choice, FrontierPoint, Recompute
 
@@ -53,8 +53,8 @@ class Found:
     """The selected choice, and the others.
 
     Attributes:
-        option: the selected choice, with its costs.
-        setting, sizes: those of the selected choice.
+        option: the selected choice, with its bytes and seconds.
+        costs: those that it was selected from.
         rivals: choices that are predicted to be nearly as fast, fastest first.
         rejected: all others, with reasons.
         frontier: see `Plan`.
@@ -65,8 +65,7 @@ class Found:
     """
 
     option: Option
-    setting: Setting
-    sizes: Sizes
+    costs: Costs
     rivals: tuple[Option, ...]
     rejected: tuple[Candidate, ...]
     frontier: tuple[FrontierPoint, ...]
@@ -116,8 +115,7 @@ def search(every: Sequence[Costs], wishes: Wishes) -> Found:
     others = [one for one in searches if one.fits and one.costs.setting.layout != layout]
     return Found(
         option=option_of(best.taken, best.ways, best.costs, _leaner_costs(best.costs, every)),
-        setting=best.costs.setting,
-        sizes=best.costs.sizes,
+        costs=best.costs,
         rivals=tuple(option_of(rival, best.ways, best.costs) for rival in rivals),
         rejected=tuple(passed),
         frontier=points,

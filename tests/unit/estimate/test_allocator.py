@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.estimate.allocator import CudaCache, LiveBytes
+from anybatch.estimate.allocator import CudaCache, replay
 from anybatch.estimate.trace import COPIED, Block, Timeline
 
 MIB = 1 << 20
@@ -26,7 +26,7 @@ def timeline(*lives: Life, scratch: dict[int, int] | None = None) -> Timeline:
 
 
 def cuda(*lives: Life, **options: Any) -> int:
-    return CudaCache(**options).replay(timeline(*lives)).peak_bytes
+    return replay(timeline(*lives), CudaCache(**options)).peak_bytes
 
 
 # ------------------------------------------------------------------------------------------- host
@@ -34,7 +34,7 @@ def cuda(*lives: Life, **options: Any) -> int:
 
 def test_on_the_host_the_live_bytes_add_up():
     # Argument and result are there at once while an operation runs, at moment 4.
-    taken = LiveBytes().replay(timeline((1000, 0, None), (5000, 2, 4), (2000, 4, 5), (700, 6, 7)))
+    taken = replay(timeline((1000, 0, None), (5000, 2, 4), (2000, 4, 5), (700, 6, 7)), None)
     assert taken.curve == (1000, 1000, 6000, 6000, 8000, 3000, 1700, 1700, 1000, 1000)
     assert taken.moment == 4
     assert taken.peak_bytes == taken.allocated_bytes == taken.requested_bytes == 8000
@@ -43,8 +43,8 @@ def test_on_the_host_the_live_bytes_add_up():
 
 def test_on_the_host_scratch_counts_at_its_moment_only():
     lives = [(1000, 0, 5), (2000, 4, 5)]
-    assert LiveBytes().replay(timeline(*lives, scratch={3: 500})).peak_bytes == 3000
-    assert LiveBytes().replay(timeline(*lives, scratch={3: 2500})).peak_bytes == 3500
+    assert replay(timeline(*lives, scratch={3: 500}), None).peak_bytes == 3000
+    assert replay(timeline(*lives, scratch={3: 2500}), None).peak_bytes == 3500
 
 
 # ------------------------------------------------------------------------------------------- CUDA
@@ -102,13 +102,9 @@ def test_expandable_segments_join_what_lies_side_by_side():
     assert cuda(*lives) == 10 * MIB + 10 * MIB + 20 * MIB + 24 * MIB
 
 
-def test_blocks_beyond_the_largest_split_are_kept_whole():
-    lives = [(100 * MIB, 0, 1), (30 * MIB, 2, 9)]
-    assert cuda(*lives) == 100 * MIB
-    assert cuda(*lives, max_split_bytes=64 * MIB) == 130 * MIB
-    # A request beyond it may take one that is less than 20 MiB larger, and only such a one.
-    assert cuda((100 * MIB, 0, 1), (90 * MIB, 2, 9), max_split_bytes=64 * MIB) == 100 * MIB
-    assert cuda((100 * MIB, 0, 1), (80 * MIB, 2, 9), max_split_bytes=64 * MIB) == 180 * MIB
+def test_the_free_end_of_an_expandable_segment_grows_at_the_limit_too():
+    lives = [(20 * MIB, 0, 1), (24 * MIB, 2, 3)]
+    assert cuda(*lives, expandable=True, limit_bytes=30 * MIB) == 40 * MIB
 
 
 def test_what_the_cache_has_taken_it_keeps_until_the_limit_is_met():
@@ -121,7 +117,7 @@ def test_what_the_cache_has_taken_it_keeps_until_the_limit_is_met():
 
 
 def test_allocated_counts_rounded_blocks_and_reserved_counts_segments():
-    taken = CudaCache().replay(timeline((513, 0, 2), (3 * MIB, 1, 2)))
+    taken = replay(timeline((513, 0, 2), (3 * MIB, 1, 2)), CudaCache())
     assert taken.allocated_bytes == 1024 + 3 * MIB
     assert taken.peak_bytes == 22 * MIB
     assert taken.moment == 1
@@ -131,8 +127,8 @@ def test_allocated_counts_rounded_blocks_and_reserved_counts_segments():
 
 def test_a_segment_that_is_taken_when_little_is_in_use_moves_no_moment():
     lives = [(30 * MIB, 1, 3), (40 * MIB, 2, 3)]
-    before = CudaCache().replay(timeline(*lives))
-    after = CudaCache().replay(timeline(*lives, (512, 8, 9)))  # small: a segment of 2 MiB more
+    before = replay(timeline(*lives), CudaCache())
+    after = replay(timeline(*lives, (512, 8, 9)), CudaCache())  # small: a segment of 2 MiB more
     assert after.peak_bytes == before.peak_bytes + 2 * MIB
     assert (after.moment, after.allocated_bytes) == (before.moment, before.allocated_bytes)
     assert before.moment == 2
@@ -141,16 +137,16 @@ def test_a_segment_that_is_taken_when_little_is_in_use_moves_no_moment():
 
 def test_batches_come_from_the_memory_of_the_stream_that_copies_them():
     lives = timeline((30 * MIB, 0, 1), (30 * MIB, 2, 3))
-    assert CudaCache().replay(lives).peak_bytes == 30 * MIB
+    assert replay(lives, CudaCache()).peak_bytes == 30 * MIB
     lives.blocks[1].phase = COPIED
-    assert CudaCache().replay(lives).peak_bytes == 60 * MIB
+    assert replay(lives, CudaCache()).peak_bytes == 60 * MIB
 
 
 def test_what_nobody_uses_is_given_back_where_a_timeline_says_so():
     lives = timeline((30 * MIB, 0, 1), (40 * MIB, 3, 4))
-    assert CudaCache().replay(lives).peak_bytes == 70 * MIB
+    assert replay(lives, CudaCache()).peak_bytes == 70 * MIB
     lives.released = 2
-    assert CudaCache().replay(lives).peak_bytes == 40 * MIB
+    assert replay(lives, CudaCache()).peak_bytes == 40 * MIB
 
 
 SIZE = st.integers(1, 40 * MIB)
@@ -164,8 +160,8 @@ def test_the_step_after_that_comes_once_more(states: list[int], lives: list[tupl
     once = timeline(*stay, *step)
     once.released, once.num_moments = 1, 31
     twice = timeline(*stay, *step, *((size, born + 30, died + 30) for size, born, died in step))
-    wanted = CudaCache().replay(twice)
-    taken = CudaCache().replay(once)
+    wanted = replay(twice, CudaCache())
+    taken = replay(once, CudaCache())
     assert taken.peak_bytes == wanted.peak_bytes
     assert taken.allocated_bytes == wanted.allocated_bytes
     assert taken.moment <= 31
@@ -173,6 +169,6 @@ def test_the_step_after_that_comes_once_more(states: list[int], lives: list[tupl
 
 def test_scratch_is_a_block_of_its_own():
     lives = timeline((4 * MIB, 0, 2), scratch={1: 17 * MIB})
-    taken = CudaCache().replay(lives)
+    taken = replay(lives, CudaCache())
     assert taken.peak_bytes == (20 + 18) * MIB  # a segment of 20, and one in multiples of 2
     assert taken.allocated_bytes == 21 * MIB + MIB  # what is left of 18 is not worth splitting off

@@ -1,15 +1,11 @@
-"""What the environment says of torch's CUDA allocator is followed, and told."""
+"""What the environment says of torch's CUDA allocator is told, and expandable segments are followed."""
 
 from __future__ import annotations
 
 import pytest
 
 import anybatch as ab
-from anybatch.estimate.allocator import (
-    AllocatorSettings,
-    allocator_notices,
-    settings_here,
-)
+from anybatch.estimate.allocator import allocator_notices, is_expandable
 from anybatch.machine import Machine
 from anybatch.recipes import resolve
 
@@ -23,33 +19,35 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("told", "expandable", "ignored"),
     [
-        ("", AllocatorSettings()),
-        ("expandable_segments:True", AllocatorSettings(expandable=True)),
-        ("expandable_segments:False, max_split_size_mb: 64", AllocatorSettings(False, 64 << 20)),
-        ("backend:native", AllocatorSettings()),
+        ("", False, ""),
+        ("expandable_segments:True", True, ""),
+        ("expandable_segments:False, max_split_size_mb: 64", False, "max_split_size_mb:64"),
+        ("backend:native", False, ""),
         (
             "roundup_power2_divisions:[256:1,512:2,>:4],expandable_segments:True",
-            AllocatorSettings(True, None, ("roundup_power2_divisions:[256:1,512:2,>:4]",)),
+            True,
+            "roundup_power2_divisions:[256:1,512:2,>:4]",
         ),
-        ("backend:cudaMallocAsync", AllocatorSettings(ignored=("backend:cudaMallocAsync",))),
+        ("backend:cudaMallocAsync", False, "backend:cudaMallocAsync"),
     ],
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_settings_are_read(
-    name: str, told: str, expected: AllocatorSettings, monkeypatch: pytest.MonkeyPatch
+def test_settings_are_read_and_told(
+    name: str, told: str, expandable: bool, ignored: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(name, told)
-    assert settings_here() == expected
-
-
-def test_nothing_is_told_of_defaults_and_something_of_all_else(monkeypatch: pytest.MonkeyPatch):
-    assert not list(allocator_notices())
-    monkeypatch.setenv(NAMES[0], "expandable_segments:True,backend:cudaMallocAsync")
-    followed, ignored = allocator_notices()
-    assert "under expandable_segments, which PYTORCH_ALLOC_CONF sets here" in followed
-    assert "backend:cudaMallocAsync, which the prediction of bytes does not follow" in ignored
+    assert is_expandable() is expandable
+    sentences = list(allocator_notices())
+    if expandable:
+        assert f"under expandable_segments, which {name} sets here" in sentences.pop(0)
+    if ignored:
+        assert (
+            f"{name} sets {ignored}, which the prediction of bytes does not follow"
+            in sentences.pop()
+        )
+    assert not sentences
 
 
 def test_a_plan_for_cuda_follows_expandable_segments_and_says_so(monkeypatch: pytest.MonkeyPatch):

@@ -44,7 +44,7 @@ def heads(batch: int, number: int, length: int, width: int, dtype: torch.dtype) 
 def test_attention_in_backward(op: Any, shape: tuple[int, ...], dtype: torch.dtype, num_bytes: int):
     each = heads(*shape, dtype)
     args = (each, each, each, each, each)
-    assert KERNELS.scratch(op, args, None) == num_bytes
+    assert KERNELS.scratch(op, args) == num_bytes
     assert KERNELS.copies(op, args) == ()
     turned = meta(*shape, dtype=dtype)
     assert KERNELS.copies(op, (turned, *args[1:])) == (turned.nbytes,)
@@ -52,8 +52,8 @@ def test_attention_in_backward(op: Any, shape: tuple[int, ...], dtype: torch.dty
 
 def test_attention_with_fewer_heads_of_keys_makes_their_gradients_for_all():
     query, key = (heads(2, number, 128, 64, torch.bfloat16) for number in (8, 2))
-    alone = KERNELS.scratch(FLASH, (query, query, query, query, query), None)
-    grouped = KERNELS.scratch(FLASH, (query, query, key, key, query), None)
+    alone = KERNELS.scratch(FLASH, (query, query, query, query, query))
+    grouped = KERNELS.scratch(FLASH, (query, query, key, key, query))
     assert grouped - alone == 2 * query.nbytes
 
 
@@ -69,7 +69,7 @@ def test_an_embedding_in_backward(
     tokens: int, words: int, width: int, dtype: torch.dtype, num_bytes: int
 ):
     args = (meta(tokens, width, dtype=dtype), meta(tokens, dtype=torch.int64), words, -1, False)
-    assert KERNELS.scratch(aten.embedding_dense_backward.default, args, None) == num_bytes
+    assert KERNELS.scratch(aten.embedding_dense_backward.default, args) == num_bytes
 
 
 def test_what_lies_otherwise_is_copied_before_it_is_read():
@@ -103,7 +103,7 @@ def test_the_bias_of_a_convolution_is_added_up_last():
     some = ([8, 8], [0, 0], [1, 1], False, [0, 0], 1)
     op = aten.convolution_backward.default
     without, with_bias = (
-        KERNELS.scratch(op, (gradient, image, weight, [192], *some, [True, True, bias]), None)
+        KERNELS.scratch(op, (gradient, image, weight, [192], *some, [True, True, bias]))
         for bias in (False, True)
     )
     assert without == 0

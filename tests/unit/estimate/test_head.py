@@ -163,7 +163,6 @@ def test_logits_of_a_convolution_are_not_those_of_words():
     others = found.num_bytes - found.by_kind["device context"]
     assert found.by_kind["loss and logits"] + copied > 0.25 * others
     assert copied == pytest.approx(found.by_kind["loss and logits"] / 2, rel=0.01)
-    assert found.loss_in_chunks is None
 
 
 def test_a_loss_inside_the_model_is_the_loss_all_the_same():
@@ -174,7 +173,6 @@ def test_a_loss_inside_the_model_is_the_loss_all_the_same():
         assert found.peak.phase == "backward"
         assert found.peak.module == "the loss"
         assert found.held[0].module == "the loss"
-        assert found.loss_in_chunks is not None
         phases = [moment.phase for moment in found.curve]
         assert "loss" in phases
         assert "loss" not in phases[: phases.index("forward")]

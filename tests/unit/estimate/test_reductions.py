@@ -32,7 +32,6 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (aten.var.correction, (meta(4096, 512), [0]), 67_108_864),
         (aten.argmax.default, (meta(4096, 512), 0), 67_108_864),
         (aten.max.dim, (meta(4096, 512), 0), 67_108_864),
-        (aten.amax.default, (meta(256, 2, 256, dtype=torch.bfloat16), [0, 1, 2]), 32),
         (aten.mean.dim, (meta(64, 512, 16, 16), [2, 3]), 0),
         (aten.linalg_vector_norm.default, (meta(4096, 512), 2, [0]), 16_777_216),
         (aten.relu.default, (meta(4096, 512),), 0),

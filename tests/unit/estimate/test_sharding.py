@@ -1,4 +1,4 @@
-"""The bytes of a sharded model, from the order in which buffers are taken and freed."""
+"""The bytes of a sharded model, from the sizes of its blocks."""
 
 from __future__ import annotations
 
@@ -6,46 +6,52 @@ import pytest
 from tests.equivalence.decoder import Decoder
 from torch import nn
 
-from anybatch.estimate.sharding import Parts, parts_of, sharded_bytes
+from anybatch.estimate.sharding import GATHERED, Division, Parts, parts_of
 
 EVEN = Parts(root=0, blocks=(100,) * 6)
+STATE = {"parameters": 600, "gradients": 600, "optimizer state": 1200}
+
+
+def gathered(parts: Parts, ranks: int = 4, by_gloo: bool = True) -> int:
+    return Division(parts, ranks, by_gloo).divided(0, {})[1][GATHERED]
 
 
 def test_what_is_kept_is_divided():
-    one, four = (sharded_bytes(EVEN, ranks, 1200) for ranks in (1, 4))
-    assert (one.parameters, one.gradients, one.optimizer_state) == (600, 600, 1200)
-    assert (four.parameters, four.gradients, four.optimizer_state) == (150, 150, 300)
-    assert four.kept == 600
-    assert four.peak == 600 + max(four.forward, four.backward)
+    for ranks in (1, 4):
+        peak, kinds = Division(EVEN, ranks, by_gloo=True).divided(2400 + 7, {**STATE, "batch": 7})
+        assert [kinds[kind] for kind in STATE] == [600 // ranks, 600 // ranks, 1200 // ranks]
+        assert kinds["batch"] == 7
+        assert peak == 2400 // ranks + kinds[GATHERED] + 7
 
 
-@pytest.mark.parametrize(("copies", "forward", "backward"), [(0, 200, 300), (1, 300, 300)])
-def test_what_is_gathered_does_not_grow_with_the_number_of_blocks(copies, forward, backward):
-    for depth in (2, 6, 60):
-        found = sharded_bytes(Parts(0, (100,) * depth), 4, 0, copies_by_network=copies)
-        assert (found.forward, found.backward) == (forward, backward)
-
-
-def test_gathering_ahead_takes_a_block_more():
-    plain = sharded_bytes(EVEN, 4, 0)
-    ahead = sharded_bytes(EVEN, 4, 0, prefetch=True)
-    assert ahead.forward == plain.forward
-    assert ahead.backward == plain.backward + 100
+@pytest.mark.parametrize("by_gloo", [False, True])
+def test_what_is_gathered_does_not_grow_with_the_number_of_blocks(by_gloo: bool):
+    assert gathered(Parts(0, (100,) * 2), by_gloo=by_gloo) == 300
+    for depth in (6, 60):
+        assert gathered(Parts(0, (100,) * depth), by_gloo=by_gloo) == (300 if by_gloo else 400)
 
 
 def test_gradients_added_up_after_the_last_pass_are_kept_whole():
-    assert sharded_bytes(EVEN, 4, 0, reduce_at_last=True).gradients == 600
+    _, kinds = Division(EVEN, 4, by_gloo=True, reduce_at_last=True).divided(2400, STATE)
+    assert kinds["gradients"] == 600
+
+
+def test_what_is_kept_on_the_host_only_crosses():
+    here, there = (
+        Division(EVEN, 4, by_gloo=False, offload=offload).divided(2400, STATE)
+        for offload in (False, True)
+    )
+    assert [there[1][kind] for kind in STATE] == [0, 0, 0]
+    assert there[0] == here[0] - 2400 // 4 + 2 * 100 // 4
 
 
 def test_one_large_block_decides():
-    found = sharded_bytes(Parts(10, (1, 1, 500, 1)), 4, 0, copies_by_network=0)
-    assert found.forward == 10 + 500 + 500
-    assert found.backward == 2 * 10 + 500 + 500 + 1
+    assert gathered(Parts(10, (1, 1, 500, 1)), by_gloo=False) == 2 * 10 + 500 + 500 + 2
 
 
 def test_the_root_is_gathered_all_the_time():
-    assert sharded_bytes(Parts(40, (100,) * 3), 2, 0).forward == 300 + 40
-    assert sharded_bytes(Parts(40, ()), 2, 0).forward == 80
+    assert gathered(Parts(40, (100,) * 3), 2) == 300 + 2 * 40
+    assert gathered(Parts(40, ()), 2) == 80 + 20
 
 
 def test_parts_of_a_model():

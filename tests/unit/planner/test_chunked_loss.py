@@ -136,12 +136,11 @@ def test_no_answer_is_an_error():
 def test_where_the_bytes_go_says_what_chunks_would_free():
     machine = Machine.describe("24GiB")
     whole = account(subject_of(task()), machine, planned("20GiB", chunked_loss=False))
-    freed = whole.ledger.num_bytes - (whole.ledger.loss_in_chunks or 0)
-    assert freed > 1.9 * LOGITS
-    assert "loss in chunks" in [knob.what for knob in whole.knobs]
+    (chunks,) = (knob for knob in whole.knobs if knob.what == "loss in chunks")
+    assert whole.ledger.num_bytes - chunks.peak_bytes > 1.9 * LOGITS
     cut = account(subject_of(task()), machine, planned("20GiB", chunked_loss=True))
-    assert cut.ledger.loss_in_chunks is None
-    assert cut.ledger.num_bytes == whole.ledger.loss_in_chunks
+    assert "loss in chunks" not in [knob.what for knob in cut.knobs]
+    assert cut.ledger.num_bytes == chunks.peak_bytes
 
 
 def test_the_pass_of_a_loss_that_looks_at_its_logits_costs_one_more_product():

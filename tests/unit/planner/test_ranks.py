@@ -105,6 +105,14 @@ def test_a_ghost_batch_that_no_rank_can_hold_is_divided():
     assert plan.notices[-1].startswith("No rank has the memory for a ghost batch")
 
 
+def test_a_part_of_a_ghost_batch_that_does_not_fit_is_refused_with_a_budget_that_does():
+    task = images(global_batch=256, ghost_batch=64)
+    with pytest.raises(ab.NoPlanFits, match="a pass of 16 samples, the part of a rank") as caught:
+        ab.plan(task, FOUR.with_budget("1GiB"), norms="synchronised")
+    enough = FOUR.with_budget(f"{caught.value.least_bytes}B")
+    assert ab.plan(task, enough, norms="synchronised").choice.micro_batch == 16
+
+
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [

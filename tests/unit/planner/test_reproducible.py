@@ -14,6 +14,7 @@ from anybatch.errors import NoPlanFits
 from anybatch.estimate import footprint, subject_of, sums_of
 from anybatch.planner.ranks import Layout, of_one_rank
 from anybatch.runs.planning import PlanOptions, serves_again
+from anybatch.units import format_bytes
 
 GPU = ab.Machine.describe("24GiB")
 
@@ -68,6 +69,10 @@ def test_a_grain_that_does_not_fit_is_refused():
     with pytest.raises(NoPlanFits, match="a grain of 4 samples of the reproducible run") as caught:
         ab.plan(grained(), GPU, memory="642MiB")
     assert "smaller grains (--grain, anybatch.Grains)" in str(caught.value)
+    least = caught.value.least_bytes
+    assert least is not None
+    assert f"Give it at least {format_bytes(least)}" in str(caught.value)
+    assert ab.plan(grained(), GPU, memory=least).choice.micro_batch == 4
 
 
 def test_more_ranks_than_parts_are_told():

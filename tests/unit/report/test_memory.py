@@ -63,7 +63,6 @@ def ledger(
     phases: list[str] = PHASES,
     layers: Sequence[LayerBytes] = (),
     modules: dict[str, str] | None = None,
-    loss_in_chunks: int | None = None,
 ) -> Ledger:
     curve = moments(phases)
     peak = max(curve, key=lambda moment: moment.used_bytes)
@@ -78,7 +77,6 @@ def ledger(
         by_kind={**peak.by_kind, "allocator's rounding and holes": held - peak.used_bytes},
         held=(Holding("activations", "layers.1", 3 * MIB, 7),),
         curve=curve,
-        loss_in_chunks=loss_in_chunks,
         method="by hand",
         not_counted=("Nothing of this is real.",),
     )
