@@ -261,7 +261,7 @@ class Evaluation:
             told = RankReport()
             try:
                 for batch, num_samples in batches(plan.choice.evaluation_batch, done):
-                    result = self._thread.run(partial(self._output, output, batch))
+                    result = self._output(output, batch)
                     done += num_samples
                     del batch
                     yield result, plan if self._group.size == 1 else given
@@ -288,7 +288,7 @@ class Evaluation:
         if group.lockstep:
             group.begin()
         try:
-            part = self._thread.run(work)
+            part = work()
         except PassAbandoned:  # another rank failed, and reports it in the vote
             pass
         except Exception as error:
