@@ -377,7 +377,7 @@ BAD = {
     ),
     "gradient": (
         lambda out, total: ab.Loss(total + (out - out.detach()).abs().sum().sqrt(), len(out)),
-        r"gradient of step 2 has the norm (nan|inf)",
+        r"norm of the gradient of step 2 is (nan|inf)",
     ),
     "no graph": (lambda out, total: ab.Loss(total.detach(), 1), "does not depend on any parameter"),
     "several numbers": (lambda out, total: out.sum(0), r"has the shape \(3,\)"),
