@@ -226,7 +226,7 @@ class Transactions:
                 if self._judge.accepts(means):
                     done = self._commit(means, before_update, agreed)
                 if isinstance(done, Committed):
-                    self._recovery.committed(self._step)
+                    self._recovery.committed()
                     whole.push(sure.pop_all())
                     return replace(done, agreed_seconds=staged.seconds, outputs=staged.outputs)
             if isinstance(done, Again):
