@@ -45,17 +45,14 @@ class Patience:
         return self._since if self._since >= self._wait and not self._trying else None
 
     def begin(self) -> None:
-        """Start a try."""
         self._trying, self._since = True, 0
 
     def succeeded(self) -> None:
-        """Record a success."""
         self._since += 1
         if self._trying and self._since >= self._wait:  # the try is considered successful
             self._trying, self._wait = False, STEPS
 
     def failed(self) -> None:
-        """Record that memory ran out."""
         if self._trying:
             self._wait *= 2
         self._trying, self._since = False, 0
@@ -99,7 +96,6 @@ class Ladder:
         self._waits = Waits()
 
     def committed(self) -> None:
-        """Record that a step was committed under the current plan."""
         self._patience.succeeded()
         self._waits.succeeded()
 

@@ -46,7 +46,6 @@ class NonfinitePolicy:
     the samples that cause the problem, or skipped if none is found; otherwise an error names them.
 
     Args:
-        group: the ranks.
         blame: finds the samples; None: samples are not searched.
         skips: whether bad data is skipped.
     """

@@ -16,16 +16,7 @@ from anybatch.plans import Plan
 
 @final
 class Recovery:
-    """Follows the same plan on all ranks.
-
-    Args:
-        plan: the plan to start with.
-        context: what passes are run with.
-        sink: receives the events of recovery.
-
-    Attributes:
-        plan: the current plan.
-    """
+    """Follows the same `plan` on all ranks."""
 
     def __init__(self, plan: Plan, context: PassContext, sink: Sink) -> None:
         self.plan: Plan = plan
@@ -37,16 +28,14 @@ class Recovery:
         self._ladder = Ladder()
 
     def committed(self) -> None:
-        """Record that a step was committed under the current plan."""
         self._ladder.committed()
 
     def follow(self, plan: Plan, step: int, reason: str, tells: bool) -> None:
-        """See `Transactions.follow`."""
         self._ladder = Ladder()
         self._change(plan, step, reason, tells=tells and plan.choice != self.plan.choice)
 
     def grow(self, step: int) -> bool:
-        """See `Transactions.grow`. `step` is the number of the next step."""
+        """As `Transactions.grow`. `step` is the number of the next step."""
         before = self.plan
         found = self._ladder.up(before)
         if found is None:

@@ -30,15 +30,7 @@ from anybatch.plans import Plan
 
 @final
 class Staging:
-    """Runs the passes of a step on one replica.
-
-    Args:
-        context: what passes are run with.
-        judge: receives the errors that a pass raises.
-
-    Attributes:
-        joint: the passes of a joint loss.
-    """
+    """Runs the passes of a step on one replica. `judge` receives the errors that a pass raises."""
 
     def __init__(self, context: PassContext, judge: NonfinitePolicy) -> None:
         self._replica, self._group, self._device = context.replica, context.group, context.device

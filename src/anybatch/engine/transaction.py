@@ -60,16 +60,9 @@ class Transactions:
     """Runs global steps on one replica, one after the other.
 
     Args:
-        replica: the model and optimizer.
-        group: the ranks.
         plan: followed until memory runs out, then replaced by a leaner one until it is tried again; see
             `plan`, `grow`.
-        randomness: how random state follows the steps.
         limit: the memory budget, already entered.
-        meter: measures the memory in use.
-        device: device of the replica.
-        sink: receives the events of recovery.
-        clip_norm: see `Task`.
         commit_bytes: peak bytes that the update allocates: (in the first step, in later ones).
         blame: finds the samples that make a loss not finite; None: samples are not searched.
         skips: records bad samples and steps that are left out; None: they are errors.

@@ -169,7 +169,6 @@ class Word:
     time: float = 0.0
 
     def dumps(self) -> str:
-        """Returns the word as text, for `loads`."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
@@ -182,7 +181,6 @@ class Word:
 
     @property
     def where(self) -> str:
-        """Step and phase, as text."""
         return whereabouts(self.step, self.phase)
 
     @property
@@ -242,7 +240,6 @@ class Stall:
 
     @property
     def is_over(self) -> bool:
-        """Whether the deadline has passed."""
         return self.seconds >= self.limit
 
 
