@@ -108,8 +108,8 @@ class PeerLost(AnybatchError):
 
 
 class RankLost(PeerLost):
-    """This rank can no longer communicate with the others: it ran out of memory during an update or
-    during communication."""
+    """This rank cannot continue: it ran out of memory during an update or during communication, or
+    oneDNN was refused memory for a kernel."""
 
 
 class Stuck(AnybatchError):

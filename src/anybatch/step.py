@@ -552,7 +552,6 @@ class Step:
             clip_norm=self._clip_norm,
             commit_bytes=to_reserve(plan),
         )
-        undo.callback(engine.close)
         self._evaluation = Evaluation(
             self._replica,
             group,

@@ -7,13 +7,11 @@ tried again with a smaller batch, which has less memory than before and runs out
 Mechanism: on CPU, autograd's engine keeps the tasks of a pass in a queue that belongs to the calling
 thread. A failed pass leaves those that were waiting there, and a task holds its node, so all of the
 graph behind it. The next backward pass of the same thread finds them ahead of its own and drops them,
-but it comes after the forward pass that needs the memory; another thread's never meets them. A thread
-that ends takes its queue along. `anybatch.engine.step_thread` makes a pass over nothing, or ends the
-thread.
+but it comes after the forward pass that needs the memory. `anybatch.engine.step_thread` makes a pass
+over nothing.
 """
 
 import gc
-import time
 
 import pytest
 import torch
@@ -79,33 +77,3 @@ def test_clearing_drops_them_at_once():
     x = torch.ones((), requires_grad=True)
     (x * 2).backward()  # and the thread is good for more
     assert float(x.grad) == 2.0
-
-
-def test_a_thread_that_ends_takes_its_queue_along():
-    thread = StepThread()
-    thread.renew()
-    assert thread.moved
-    mark = thread.run(failed_pass)
-    thread.clear()  # knows nothing of the other thread's queue
-    x = torch.ones((), requires_grad=True)
-    (x * 2).backward()
-    assert not mark.expired()
-    thread.renew()
-    thread.close()
-    # Python's join returns before the thread's own variables are destroyed.
-    deadline = time.monotonic() + 60.0
-    while not mark.expired() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert mark.expired()
-
-
-def test_errors_come_back_from_the_other_thread():
-    thread = StepThread()
-    thread.renew()
-    try:
-        with pytest.raises(ZeroDivisionError):
-            thread.run(lambda: 1 // 0)
-        assert thread.run(lambda: 3) == 3
-    finally:
-        thread.close()
-    assert not thread.moved

@@ -2,8 +2,7 @@
 
 Symptom: after a KeyboardInterrupt during the update the parameters were those after the step, buffers
 and the position those before it: a loop that was begun again, in a notebook say, made the same update
-twice. And where steps were computed in another thread (after oneDNN ran out of memory), the step went
-on behind the back of who was interrupted, and was committed some time later.
+twice.
 
 Mechanism: Python raises KeyboardInterrupt between any two instructions of the main thread, and only
 there. What had been staged was dropped and buffers were put back whatever had been done by then.
@@ -13,8 +12,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-import time
 from functools import partial
 
 import pytest
@@ -135,7 +132,7 @@ def test_a_session_goes_on_from_where_it_says_that_it_is(place):
     assert same(found, wanted)
 
 
-def stepped(strikes, moved=False):
+def stepped(strikes):
     """State of the model after three calls of a `Step`, one more if there was an interrupt that left
     no trace; and whether that was so. Strikes are armed after the first call, in which it plans."""
     model = model_of()
@@ -153,50 +150,15 @@ def stepped(strikes, moved=False):
                 undone = same(before, model.state_dict())
                 done += not undone
             strikes.armed = True
-            if moved:
-                step._engine.thread.renew()  # as after oneDNN ran out of memory
     return {name: value.clone() for name, value in model.state_dict().items()}, undone
 
 
-@pytest.mark.parametrize("moved", [False, True], ids=["this thread", "another thread"])
 @pytest.mark.parametrize("place", ["before", "after"])
-def test_a_step_is_done_whole(place, moved):
+def test_a_step_is_done_whole(place):
     wanted, _ = stepped(Strikes())
-    found, undone = stepped(Strikes(place, at=1, armed=False), moved)
+    found, undone = stepped(Strikes(place, at=1, armed=False))
     assert undone is False
     assert same(found, wanted)
-
-
-def test_a_step_in_another_thread_is_over_when_the_interrupt_is_raised():
-    wanted, _ = stepped(Strikes())
-    model = model_of()
-    ended = []
-
-    def slow(model, batch):
-        if threading.current_thread() is not threading.main_thread() and not ended:
-            task = step._engine.thread._helper._current
-            # One that comes just before the other thread begins to wait does not wake it.
-            for _ in range(12):
-                os.kill(os.getpid(), signal.SIGINT)
-                deadline = time.monotonic() + 5.0
-                while not task.decided.locked() and time.monotonic() < deadline:
-                    time.sleep(0.001)
-                if task.decided.locked():
-                    break
-            ended.append(task)
-        return cross_entropy(model(batch[0]), batch[1])
-
-    with ab.Step(model, SGD(model.parameters(), Strikes()), slow, ghost_batch=4) as step:
-        step((X[:16], Y[:16]))
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        step._engine.thread.renew()
-        with pytest.raises(KeyboardInterrupt):
-            step((X[16:32], Y[16:32]))
-        assert [task.future.done() for task in ended] == [True]
-        assert same(before, model.state_dict())
-        step((X[16:32], Y[16:32]))
-        step((X[32:48], Y[32:48]))
-    assert same(wanted, model.state_dict())
 
 
 @pytest.mark.parametrize("place", ["loss", "before", "after"])

@@ -6,7 +6,6 @@ hundreds of steps. Mechanism: the sentence knew the last failure alone.
 
 from __future__ import annotations
 
-import re
 import sys
 
 import pytest
@@ -38,10 +37,8 @@ def test_memory_that_grows_with_each_step_is_named():
         global_batch=4,
         epochs=3,
     )
-    with pytest.raises(ab.NoPlanFits, match="memory in use has grown by") as raised:
+    with pytest.raises(
+        ab.NoPlanFits, match=r"memory in use grew until step .* keeps something of each step"
+    ):
         ab.train(task, memory="64MiB", progress=False)
     kept.clear()
-    told = re.search(r"grown by ([\d.]+) (KiB|MiB) a step", str(raised.value))
-    assert told is not None
-    per_step = float(told[1]) * (1024 if told[2] == "KiB" else MIB)
-    assert 0.5 * MIB < per_step < 2.5 * MIB

@@ -729,9 +729,7 @@ def test_statistics_that_advance_once_per_pass_are_told_where_a_batch_is_cut():
         with ab.Step(model, sgd(model), own, micro_batch=micro_batch) as step:
             step(torch.randn(8, 2, 6))
 
-    with pytest.warns(
-        UserWarning, match="InstanceNorm '1' keeps running statistics that advance once"
-    ):
+    with pytest.warns(UserWarning, match="'1' keeps statistics that advance once per pass"):
         run(4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -318,7 +318,7 @@ SAYS = {
     NAN: (WHO + "makes the loss of step 2 nan: mend it", "bad_data='skip'"),
     INF: (WHO + "makes the loss of step 2 inf: mend it", "bad_data='skip'"),
     STEEP: (WHO + "makes the norm of the gradient of step 2 nan", "bad_data='skip'"),
-    UNSEEN: ("gradient of step 2 has the norm nan, though its loss is [^,]*:",),
+    UNSEEN: ("^the norm of the gradient of step 2 is nan, though its loss is [^,]*:",),
 }
 
 

@@ -155,7 +155,6 @@ class _Checking(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """See the class."""
         if not treats_alike(func, args):
             self.found = self.found or str(func)
         return func(*args, **(kwargs or {}))

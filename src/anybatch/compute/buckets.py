@@ -210,7 +210,6 @@ class Buckets:
     @staticmethod
     @torch.no_grad()
     def _take(param: nn.Parameter, view: Tensor) -> None:
-        """Copy the gradient that autograd has allocated to `view`."""
         made = param.grad
         if made is None:  # a hook of the user has removed it
             view.zero_()

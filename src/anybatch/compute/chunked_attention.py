@@ -84,7 +84,6 @@ class _Deferring(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """See the class."""
         kwargs = kwargs or {}
         if Scores in types:  # before the modes around this one, which know other tensors only
             return Scores.__torch_function__(func, types, args, kwargs)
@@ -430,7 +429,6 @@ def _softmax(func: Any, scores: Scores, *args: Any, **kwargs: Any) -> Tensor | N
 
 
 def _mean(func: Any, scores: Scores, *args: Any, **kwargs: Any) -> Tensor | None:
-    """The mean over a leading dim, such as that over heads."""
     dim = args[0] if args else kwargs.get("dim")
     if not isinstance(dim, int) or dim % scores.dim() >= scores.dim() - 2:
         return None
@@ -459,7 +457,6 @@ def _dropout(
 
 
 def _reshape(func: Any, scores: Scores, *shape: Any, **kwargs: Any) -> Tensor | None:
-    """Other leading dims."""
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
     if kwargs or tuple(sizes[-2:]) != tuple(scores.shape[-2:]):
         return None

@@ -261,7 +261,6 @@ class Logits(Tensor):
         return self if self.base is None else self.base.head
 
     def computed(self) -> Tensor:
-        """Return all logits as a plain tensor in the graph."""
         if self.pinned is not None:
             return self.pinned
         if self.base is None or self.head.pinned is None:

@@ -7,12 +7,13 @@ compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 _NARROWER = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -50,12 +51,14 @@ class InDoubles(TorchFunctionMode):
             return func(*args, **options)
         if _writes(name) and args and isinstance(args[0], Tensor):
             to = args[0].dtype if args[0].is_floating_point() else None
-            rest = _mapped((args[1:], options), lambda value: _cast(value, to))
+            rest = tree_map(lambda value: _cast(value, to), (args[1:], options))
             return func(args[0], *rest[0], **rest[1])
         wide = name in _ADDS  # in low precision a sum depends on where it is split
-        wide = wide or any(_is_float(value, (torch.float64,)) for value in _leaves((args, options)))
+        wide = wide or any(
+            _is_float(value, (torch.float64,)) for value in tree_leaves((args, options))
+        )
         to = torch.float64 if wide else None
-        args, options = _mapped((args, options), lambda value: _cast(value, to))
+        args, options = tree_map(lambda value: _cast(value, to), (args, options))
         return func(*args, **options)
 
 
@@ -77,21 +80,3 @@ def _cast(value: Any, to: torch.dtype | None) -> Any:
 
 def _is_float(value: Any, dtypes: tuple[torch.dtype, ...]) -> bool:
     return isinstance(value, Tensor) and value.dtype in dtypes
-
-
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply `function` to the leaves of `value`, a nesting of lists, tuples and dicts."""
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(one, function) for one in value)
-    if type(value) is dict:
-        return {key: _mapped(one, function) for key, one in value.items()}
-    return function(value)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the leaves of `value`, a nesting of lists, tuples and dicts."""
-    if type(value) in (list, tuple, dict):
-        for one in value.values() if type(value) is dict else value:
-            yield from _leaves(one)
-    else:
-        yield value

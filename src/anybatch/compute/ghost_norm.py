@@ -199,23 +199,14 @@ class _GhostForward:
         return [size * rows for size in sizes]
 
 
-_INSTANCE = (
-    "InstanceNorm {names} keep{s} running statistics that advance once per pass, so they depend on the"
-    " micro-batch and the number of ranks; what is trained does not, evaluation does."
-    " Without track_running_stats it would not either."
-)
-_SPECTRAL = (
-    "Spectral norm {names} make{s} one step of power iteration per pass, so the estimate of the norm"
-    " depends a little on the micro-batch and the number of ranks."
+_ADVANCES = (
+    "{names} keep{s} statistics that advance once per pass (running statistics, the power iteration of"
+    " a spectral norm), so the result may depend on the micro-batch and the number of ranks: anybatch"
+    " verify shows whether it does."
 )
 _FREQUENT = (
     "Embedding {names} divide{s} gradients by how often an id comes up in a pass (scale_grad_by_freq),"
     " so the update depends on the micro-batch and the number of ranks: leave it out."
-)
-_FOREIGN = (
-    "{names} keep{s} running statistics in a way that only torch's own BatchNorm is known to, so the"
-    " result may depend on the micro-batch and the number of ranks: anybatch verify shows whether it"
-    " does."
 )
 _WRITTEN = (
     "Every pass writes to {names}: what is kept there (a queue, a codebook, a running mean, a momentum"
@@ -250,14 +241,14 @@ def _why_it_depends(module: nn.Module, trains: bool) -> str | None:
         return _FREQUENT if module.scale_grad_by_freq else None
     if isinstance(module, _InstanceNorm):
         tracks = module.running_mean is not None or module.running_var is not None
-        return _INSTANCE if tracks else None
+        return _ADVANCES if tracks else None
     hooks = module._forward_pre_hooks.values()
     if isinstance(module, _SpectralNorm) or any(isinstance(h, SpectralNorm) for h in hooks):
-        return _SPECTRAL
+        return _ADVANCES
     running = any(name.startswith("running_") for name, _ in module.named_buffers(recurse=False))
     # Without a momentum they are constants, as in FrozenBatchNorm2d; writes are detected separately.
     moves = running and hasattr(module, "momentum")
-    return _FOREIGN if moves or isinstance(module, _NormBase) else None
+    return _ADVANCES if moves or isinstance(module, _NormBase) else None
 
 
 def _some(names: Sequence[str]) -> str:

@@ -238,7 +238,6 @@ def encodings_of(loss: JointLoss) -> LossFunction:
 
 
 def tensors_in(encoded: Any) -> list[Tensor]:
-    """Return the tensors in a nested structure, in order."""
     parts = parts_of(encoded)
     if parts is None:
         return [encoded] if isinstance(encoded, Tensor) else []
@@ -297,7 +296,6 @@ def kinds_of(tensors: Sequence[Tensor]) -> Kinds:
 
 
 def told_kinds(kinds: Kinds) -> str:
-    """Format `kinds` for an error message."""
     return ", ".join(f"{list(shape)} {str(d).removeprefix('torch.')}" for shape, d in kinds)
 
 

@@ -1,22 +1,13 @@
 """Kernel choices: which kernels compute a model, and in which memory format. The arithmetic stays the
 same, up to the order in which sums are rounded.
 
-**Channels-last.** Only the inputs of convolutions are converted, each right before its convolution. The
-output has the memory format of the input, so in a sequence of convolutions only one input is copied.
-Weights keep their format, and with them gradients, optimizer states and checkpoints: a convolution
-converts its weight to the format of its input internally.
+**Channels-last** converts only the inputs of convolutions. Outputs keep the format, so in a sequence of
+convolutions one input is copied; weights, gradients, states and checkpoints keep theirs.
 
-**Autotuning.** cuDNN benchmarks its algorithms the first time that it meets a shape.
-
-**Compiling.** Each block is compiled separately, inside the wrappers of recompute and sharding:
-
-    gather weights ( checkpoint ( compiled forward of the block ) )
-
-The compiler therefore does not have to support these wrappers, identical blocks share compiled code,
-and module names do not change. Random numbers are drawn by torch's eager kernels, so dropout masks are
-the same as without the compiler. The first micro-batch size is compiled as a static size; a second one
-makes torch compile the block once more, for any size. Compiled code stays in the process: a model whose
-blocks are restored and then compiled again reuses it.
+**Compiling** compiles each block separately, inside the wrappers of recompute and sharding, which the
+compiler need not support. Identical blocks share compiled code, and module names do not change. Random
+numbers are drawn by torch's eager kernels, so dropout masks are the same. A second micro-batch size
+makes torch compile the block once more, for any size.
 """
 
 from __future__ import annotations

@@ -1,24 +1,19 @@
 """lm_loss: cross-entropy over a large vocabulary, without materializing the logits.
 
-Logits of 8,000 tokens over 40,000 words take 1.28 GB in float32, and a plain loss holds three tensors
-of that size at once in backward. None of them is needed as a whole: here each chunk of logits is
-reduced to its part of the loss and of the gradients, and its memory is reused.
+Each chunk of logits is reduced to its part of the loss and of the gradients, and its memory is reused:
 
-    by tokens        |W |        a chunk is some tokens times the whole vocabulary. The gradients are
-                  h  |xx|        computed in forward, from the same chunk: 3 products, as in a plain
-                     |  |        loss. The weight's gradient is a sum over chunks.
-    by vocabulary    |W |        a chunk is all tokens times some words. Forward saves one number per
-                  h  |x |        token, backward computes the logits once more: 4 products. Each row of
-                     |x |        the weight's gradient is computed at once, in one product.
+    by tokens        some tokens times the whole vocabulary. The gradients are computed in forward, from
+                     the same chunk (3 products), and the weight's gradient is a sum over chunks.
+    by vocabulary    all tokens times some words. Forward saves one number per token, backward computes
+                     the logits once more (4 products). Each row of the weight's gradient is computed
+                     at once.
 
-A sum over chunks is only as accurate as its dtype. Therefore float32 and float64 use chunks of tokens.
-Half precision uses chunks of the vocabulary, where the weight's gradient is not accumulated over
-chunks, no float32 copy of it is needed, and the loss scale of float16 is applied before values are
-rounded, as in a plain loss.
+A sum over chunks is only as accurate as its dtype, so float32 and float64 use chunks of tokens, and
+half precision chunks of the vocabulary: no float32 copy of the weight's gradient is needed, and the
+loss scale of float16 is applied before values are rounded.
 
-torch provides the first variant from 2.13 on (`functional.linear_cross_entropy`): without smoothing,
-z-loss or weights, with sums rounded to the dtype of its input, and as a single operation that a trace
-on fake tensors cannot look into. It is therefore not used.
+torch's `functional.linear_cross_entropy` (2.13) has no smoothing, z-loss or weights, and a trace on
+fake tensors cannot look into it.
 """
 
 from __future__ import annotations
@@ -303,7 +298,6 @@ class _Job:
         return tokens_per_chunk(self.weight.size(0), self.aims.scale.element_size(), self.device)
 
     def words_per_chunk(self) -> int:
-        """Return the default chunk size by vocabulary."""
         return words_per_chunk(self.hidden.size(0), self.device)
 
 
@@ -330,7 +324,6 @@ def _sum_of(job: _Job, backend: Backend, chunk: int | None) -> Tensor:
 
 
 def _plain(job: _Job, _chunk: int | None) -> Tensor:
-    """Compute all logits at once, as a standard loss does."""
     logits = F.linear(job.hidden, job.weight, job.bias)
     return _of_logits(logits, job.aims, job.options)
 
@@ -367,7 +360,6 @@ def _by_vocabulary(job: _Job, chunk: int | None) -> Tensor:
 
 
 def _each_by_vocabulary(job: _Job, chunk: int) -> Tensor:
-    """Return the loss of each token `[N]`."""
     apply: Callable[..., Tensor] = _ByVocabulary.apply
     size = min(chunk, job.weight.size(0))
     return apply(job.hidden, job.weight, job.bias, job.aims, job.options, size)

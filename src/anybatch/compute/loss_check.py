@@ -192,12 +192,10 @@ class _Parts:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the sums can be compared."""
         return math.isfinite(self.together.total) and math.isfinite(self.together.weight)
 
     @property
     def adds_up(self) -> bool:
-        """Whether the sums are additive."""
         return self._equal(self.together.total, self.first.total, self.second.total)
 
     def is_same(self, again: _Sums) -> bool:

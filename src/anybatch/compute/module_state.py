@@ -64,7 +64,6 @@ class ModuleState:
         ]
 
     def put_back(self) -> None:
-        """Restore the state of the snapshot."""
         for module, then in self._held:
             attributes = vars(module)
             for name in _states(module).keys() - then.keys():

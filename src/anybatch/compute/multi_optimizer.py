@@ -66,16 +66,13 @@ class Several(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The parameter groups of all parts, in order."""
         return [group for part in self.parts for group in part.param_groups]
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The states of all parts, by parameter."""
         return _States(self.parts)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters of every part."""
         for part in self.parts:
             part.step()
 
@@ -85,7 +82,6 @@ class Several(Optimizer):
         raise InputError(f"a group of parameters is for {names}: add it to that optimizer itself.")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the parts and the defaults."""
         return {"parts": self.parts, "defaults": self.defaults}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,21 +1,13 @@
 """Updates: runs the optimizer's step so that it needs little temporary memory.
 
-The memory that an update needs besides parameters, gradients and states depends on the kernels, not on
-the mathematics:
-
     for-loop    temporaries as large as the largest parameter     torch's default on CPU
     foreach     temporaries as large as all parameters            torch's default on CUDA
     in parts    foreach, on a limited number of bytes of parameters at a time
     fused       no temporaries: one kernel reads and writes everything
 
-States need not be stored on the device, since they are used only once per step. States in host memory
-are copied to the device for one part of the parameters at a time:
-
-    part 1   copy states in | update | copy states out
-    part 2                                             | copy states in | update | ...
-
-Parts require an optimizer that treats every parameter independently. The result is then identical to
-the bit.
+States in host memory are copied to the device for one part of the parameters at a time, and back after
+its update. Parts require an optimizer that treats every parameter independently; the result is then
+identical to the bit.
 """
 
 from __future__ import annotations
@@ -101,7 +93,6 @@ class Updater:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of the optimizer."""
         return self._optimizer.param_groups
 
     def take(self, update: Update, states_on: StatesOn = "device") -> None:

@@ -33,7 +33,6 @@ class OutsideGradients:
         self._before = WeakTensorKeyDictionary()
 
     def __bool__(self) -> bool:
-        """Whether any leaf was recorded in this step."""
         return len(self._before) > 0
 
     def note(self, loss: Tensor) -> None:

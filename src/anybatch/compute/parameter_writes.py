@@ -33,7 +33,6 @@ class ParameterWrites:
         self._saved: dict[nn.Parameter, Tensor] = {}
 
     def save(self) -> None:
-        """Copy the current values of the parameters."""
         self._saved = {param: param.detach().clone() for param in self._saved}
 
     @torch.no_grad()

@@ -1,28 +1,20 @@
 """Recompute: drops the activations of chosen blocks after forward and recomputes them in backward.
 
-The implementation is torch's non-reentrant `checkpoint`. This module applies a plan to the model: each
-chosen block gets a new `forward` on the instance, so names, parameters and `state_dict` are unchanged,
-and `undo` restores the model.
+Each chosen block gets a new `forward` on the instance, which runs torch's non-reentrant `checkpoint`.
+Names, parameters and `state_dict` are unchanged, and `undo` restores the model.
 
-A module with state that advances in forward (running statistics, a step counter, the vectors of a
-spectral norm) must not advance it twice when its block runs a second time, and must compute the same
-result as the first time. So the second run starts from the buffers as they were before the first run,
-and on exit restores their values from before the second run. The same holds for plain attributes of
-modules and for random number generators: torch's own are handled by `checkpoint`; those of Python and
-NumPy, and others that the blocks use, are handled here. Any other difference between the two runs is
-detected and raises an error.
+Buffers, plain attributes and random number generators that advance in forward must not advance twice.
+So the second run of a block starts from the state before the first run, and on exit restores the state
+from before the second run. Any other difference between the two runs raises an error.
 
-Recurrent layers are split along time, see `along_time`. MLPs inside blocks are split along the sequence
-if the plan says so, see `along_sequence`, and attention in chunks of queries, see `chunked_attention`.
+Recurrent layers are split along time (`along_time`), MLPs along the sequence (`along_sequence`) and
+attention in chunks of queries (`chunked_attention`).
 
 Nested recompute is a tree over the layers of a sequence (Chen et al. 2016, "Training Deep Nets with
-Sublinear Memory Cost", section 4.3). For layers a b c d:
-
-    checkpoint( checkpoint(a b)  checkpoint(c d) )
-
-Forward keeps the inputs of the two halves. Backward runs the right half again, keeping the inputs of
-its halves, and so on: at any time O(log n) inputs are alive, for O(n log n) layer runs. An in-place
-layer would overwrite a kept input, so it stays in one piece with the layer before it.
+Sublinear Memory Cost", section 4.3): `checkpoint(checkpoint(a b) checkpoint(c d))`. Forward keeps the
+inputs of the two halves, and backward does the same with each half: at any time O(log n) inputs are
+alive, for O(n log n) layer runs. An in-place layer, which would overwrite a kept input, stays in one
+piece with the layer before it.
 """
 
 from __future__ import annotations
@@ -401,18 +393,14 @@ class _Kept:
         self.parts = buffers, attributes, numbers
 
     def now(self) -> _Kept:
-        """Return a snapshot of the current state."""
         return _Kept(_Snapshot(self._buffers.places), self._attributes.now(), PythonAndNumpy())
 
     def put_back(self) -> None:
-        """Restore the state of the snapshot."""
         for one in self.parts:
             one.put_back()
 
 
 class _Snapshot:
-    """Snapshot of buffers and their values."""
-
     def __init__(self, places: Iterable[Place]) -> None:
         self._held: dict[Place, tuple[Tensor | None, int, Tensor | None]] = {}
         for module, name in dict.fromkeys(places):
@@ -425,7 +413,6 @@ class _Snapshot:
 
     @property
     def places(self) -> list[Place]:
-        """The module and name of each buffer."""
         return list(self._held)
 
     def drop_unchanged(self) -> None:
@@ -442,7 +429,6 @@ class _Snapshot:
                 del self._held[module, name]
 
     def put_back(self) -> None:
-        """Restore every buffer and its value."""
         for (module, name), (buffer, _, value) in self._held.items():
             if buffer is not None and value is not None:
                 # Through .data, which keeps the version: backward may have saved this buffer.
@@ -512,13 +498,11 @@ class _ReuseMatmuls(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the operation, or take its result from the first run."""
         kept = self._results.popleft() if func in _MATMULS and self._results else None
         return func(*args, **(kwargs or {})) if kept is None else kept
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that an operation writes to."""
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     return _tensors_in(
         [

@@ -626,7 +626,6 @@ class Replica:
         self._means.begin()
 
     def drop(self) -> None:
-        """Discard the gradients."""
         self.begin_step()
         for param in self._with_gradient:
             param.grad = None

@@ -59,9 +59,7 @@ class OverRanks(TorchFunctionMode):
     batches, choosing the momentum, applying an activation.
 
     Args:
-        name: name of the norm, for error messages.
         place: index of the norm in the model.
-        exchange: communication with the other ranks.
     """
 
     def __init__(self, name: str, place: int, exchange: Exchange) -> None:

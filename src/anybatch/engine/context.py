@@ -29,7 +29,6 @@ class ComputeTimer:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Time the enclosed block."""
         if self._cuda is None:
             begun = time.perf_counter()
             yield
@@ -59,19 +58,8 @@ class ComputeTimer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassContext:
-    """One replica and the objects that its passes share, in steps and in rehearsals.
-
-    Attributes:
-        replica: the model and optimizer.
-        group: the ranks.
-        device: device of the replica.
-        randomness: how random state follows the steps.
-        limit: the memory budget, already entered.
-        meter: measures the memory in use.
-        thread: thread in which passes are run.
-        buffers: state that forward writes, as it was before the step.
-        timer: times the passes of a step.
-    """
+    """One replica and the objects that its passes share, in steps and in rehearsals. `limit` is
+    already entered."""
 
     replica: Replica
     group: Group

@@ -98,13 +98,6 @@ class Evaluation:
     """Runs passes without gradient on one replica, with the evaluation batch of a plan.
 
     Args:
-        replica: the model.
-        group: the ranks.
-        device: device of the replica.
-        thread: thread in which steps are computed.
-        limit: the memory budget, already entered.
-        meter: measures the memory in use.
-        sink: receives the events of recovery.
         leave_out: called with bad samples, which `batches` omits from then on; None: bad samples are
             errors.
     """
@@ -261,7 +254,7 @@ class Evaluation:
             told = RankReport()
             try:
                 for batch, num_samples in batches(plan.choice.evaluation_batch, done):
-                    result = self._thread.run(partial(self._output, output, batch))
+                    result = self._output(output, batch)
                     done += num_samples
                     del batch
                     yield result, plan if self._group.size == 1 else given
@@ -288,7 +281,7 @@ class Evaluation:
         if group.lockstep:
             group.begin()
         try:
-            part = self._thread.run(work)
+            part = work()
         except PassAbandoned:  # another rank failed, and reports it in the vote
             pass
         except Exception as error:
@@ -433,7 +426,6 @@ def _merged(named: Iterable[Mapping[str, T]]) -> dict[str, T]:
 
 
 def _sums(functions: Sequence[MetricFunction], model: nn.Module, batch: Any) -> Mapping[str, Any]:
-    """Returns the results of all functions in one mapping."""
     if len(functions) == 1:
         return functions[0](model, batch)
     return _merged(function(model, batch) for function in functions)

@@ -46,7 +46,6 @@ class JointPasses:
         self._has_met = True
 
     def begin(self) -> None:
-        """Start an attempt."""
         self._has_met = not self._replica.is_joint
 
     def fail(self) -> None:

@@ -45,17 +45,14 @@ class Patience:
         return self._since if self._since >= self._wait and not self._trying else None
 
     def begin(self) -> None:
-        """Start a try."""
         self._trying, self._since = True, 0
 
     def succeeded(self) -> None:
-        """Record a success."""
         self._since += 1
         if self._trying and self._since >= self._wait:  # the try is considered successful
             self._trying, self._wait = False, STEPS
 
     def failed(self) -> None:
-        """Record that memory ran out."""
         if self._trying:
             self._wait *= 2
         self._trying, self._since = False, 0
@@ -99,7 +96,6 @@ class Ladder:
         self._waits = Waits()
 
     def committed(self) -> None:
-        """Record that a step was committed under the current plan."""
         self._patience.succeeded()
         self._waits.succeeded()
 
@@ -131,42 +127,8 @@ class Ladder:
         return plan.model_copy(update={"choice": choice, "ladder": rung.plan.ladder}), waited
 
 
-@dataclass(frozen=True, slots=True)
-class Leak:
-    """Memory in use between two steps, early and late in the run.
-
-    Attributes:
-        since, before: an early step, and the bytes in use after it.
-        until, after: a later step, and the bytes in use after it.
-    """
-
-    since: int
-    before: int
-    until: int
-    after: int
-
-    @property
-    def is_one(self) -> bool:
-        """Whether most of the memory in use late was added during the steps in between."""
-        return self.until > self.since and self.after > 2 * self.before
-
-    @property
-    def bytes_per_step(self) -> int:
-        """Average growth."""
-        return round((self.after - self.before) / (self.until - self.since))
-
-
-def nothing_leaner(plan: Plan, phase: str, failure: MemoryFailure, leak: Leak | None = None) -> str:
-    """Returns the error message for a run that has no leaner plan. `leak`: growth of memory in use."""
-    if leak is not None and leak.is_one:
-        return (
-            f"memory ran out in {phase} even under the leanest plan ({plan.choice.describe()}), since"
-            f" memory in use has grown by {format_bytes(leak.bytes_per_step)} a step:"
-            f" {format_bytes(leak.before)} after step {format_count(leak.since)},"
-            f" {format_bytes(leak.after)} after step {format_count(leak.until)}. Code of the task keeps"
-            " something of each step, such as losses with their graphs in a list, or a cache in the"
-            " model or the data set: keep numbers (loss.item()) or detached tensors, or empty it."
-        )
+def nothing_leaner(plan: Plan, phase: str, failure: MemoryFailure, step: int = 1) -> str:
+    """Returns the error message for a run that has no leaner plan in `step`."""
     budget = "" if plan.budget_bytes is None else f" of {format_bytes(plan.budget_bytes)}"
     # Samples may be loaded in another process: the failure itself says where memory was refused.
     why = (
@@ -180,7 +142,12 @@ def nothing_leaner(plan: Plan, phase: str, failure: MemoryFailure, leak: Leak | 
         if ghost and plan.choice.micro_batch <= ghost
         else "give it more memory, or lower precision"
     )
+    kept = (
+        f" If memory in use grew until step {format_count(step)}, code of the task keeps something of"
+        " each step (losses with their graphs in a list, a cache): keep numbers (loss.item()) or"
+        " detached tensors."
+    )
     return (
         f"the budget{budget} is too small even for the leanest plan ({plan.choice.describe()}):"
-        f" memory ran out in {phase} ({why}). To train this, {remedy}."
+        f" memory ran out in {phase} ({why}). To train this, {remedy}.{kept if step > 1 else ''}"
     )

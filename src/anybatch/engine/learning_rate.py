@@ -29,8 +29,6 @@ class LearningRate:
     """Sets the learning rate of each parameter group, by the task's schedule or by a torch scheduler.
 
     Args:
-        optimizer: optimizer whose parameter groups hold the rates.
-        schedule, scheduler, interval: see `Task`.
         follows: whether the rates follow the batch; see `Ramp.learning_rate`.
         evaluates: whether there will be evaluations, which a `ReduceLROnPlateau` requires.
 
@@ -67,7 +65,6 @@ class LearningRate:
 
     @property
     def current(self) -> float:
-        """The rate of the first parameter group."""
         return _rate_of(self._groups[0])
 
     def before_update(self, progress: Progress, follows: float = 1.0) -> None:

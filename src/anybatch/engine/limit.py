@@ -4,18 +4,10 @@ On CUDA the caching allocator refuses memory beyond a fraction of the device. On
 the peak of each pass: a pass that exceeds the budget raises `OverBudget`, an out-of-memory error like
 any other, and its step is redone under a leaner plan.
 
-CPU memory is measured relative to `enter()`. First-use allocations that stay with the process (thread
-pools, parts of torch that load late) are made before it.
-
-Between two steps the process runs the user's script (evaluation, drawing samples, saving). Memory that
-the script allocates and keeps counts toward no budget.
-
-    at work    | step |            | step |                 | evaluation |
-    at rest           | the script |      | the script ... |
-
-Work that happens once, within a pass, and whose memory no later pass needs is not measured: cuDNN
-benchmarks its algorithms when it first sees a shape (CUDA), and `torch.compile` compiles what a pass
-runs for the first time (CPU, where the compiler works in the process that trains).
+CPU memory is measured relative to `enter()`, after first-use allocations that stay with the process
+(thread pools, parts of torch that load late). What the script allocates between two steps, and keeps,
+counts toward no budget. Work that happens once and whose memory no later pass needs is not measured:
+cuDNN's benchmarks of a new shape, and on CPU what `torch.compile` compiles within a pass.
 """
 
 from __future__ import annotations

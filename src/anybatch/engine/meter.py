@@ -39,10 +39,6 @@ class Meter(ABC):
     def used_bytes(self) -> int:
         """Returns the bytes in use now."""
 
-    def kept_bytes(self) -> int:
-        """Returns the bytes in use now, without memory that an allocator only caches."""
-        return self.used_bytes()
-
     @abstractmethod
     def begin_lap(self) -> None:
         """Start measuring a new peak; the peak so far is remembered."""
@@ -224,9 +220,6 @@ class CudaMeter(Meter):
 
     def used_bytes(self) -> int:
         return self.beside_bytes + torch.cuda.memory_reserved(self._device)
-
-    def kept_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
 
     def begin_lap(self) -> None:
         """See `Meter`. Releases unused memory of the allocator, which would count toward the lap."""

@@ -22,6 +22,11 @@ from anybatch.errors import AnybatchError, LossError
 from anybatch.oom import is_memory_error
 from anybatch.parallel import Group
 
+_CAUSE = (
+    "a division by zero or a logarithm of zero is the usual cause or, after the first step, a learning"
+    " rate that is too large."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class _Suspicion:
@@ -41,7 +46,6 @@ class NonfinitePolicy:
     the samples that cause the problem, or skipped if none is found; otherwise an error names them.
 
     Args:
-        group: the ranks.
         blame: finds the samples; None: samples are not searched.
         skips: whether bad data is skipped.
     """
@@ -101,17 +105,8 @@ class NonfinitePolicy:
         if self._skips:
             why = f"the gradient has the norm {norm}, though the loss is {loss:.6g}"
             return Again(bad=found) if found else PassedOver(why)
-        what = f"the gradient of step {staged.step}"
-        if found:
-            raise LossError(
-                f"{_culprits(found, self._group.size)} the norm of {what} {norm}, though the loss is"
-                f" {loss:.6g}: look for a division by zero in backward; {_LEFT_OUT}"
-            )
-        raise LossError(
-            f"{what} has the norm {norm}, though its loss is {loss:.6g}:"
-            f" {_too_fast(staged.step)}a division by zero in backward is the usual cause."
-            " Nothing of the step was kept."
-        )
+        detail = f", though its loss is {loss:.6g} (look for a division by zero in backward)"
+        raise self._error("the norm of the gradient", norm, staged, found, detail)
 
     def _not_finite(self, what: str, value: float, staged: Staged) -> PassedOver | Again:
         everyone = self._group.exchange(self._suspicion(staged))
@@ -119,34 +114,46 @@ class NonfinitePolicy:
         if self._skips:
             why = f"the {what} is {value}, and none of its samples is to blame alone"
             return Again(bad=found) if found else PassedOver(why)
-        wrong = next((f" ({one.wrong.rstrip('.')})" for one in everyone if one.wrong), "")
+        detail = next((f" ({one.wrong.rstrip('.')})" for one in everyone if one.wrong), "")
         every = any(one.every for one in everyone)
-        if found and not every:
-            raise LossError(
-                f"{_culprits(found, self._group.size)} the {what} of step {staged.step} {value}{wrong}:"
-                f" mend {'it' if len(found) == 1 else 'them'}, or {_LEFT_OUT}"
-            )
-        # The first rank that can name a place.
-        worst = next((rank for rank, one in enumerate(everyone) if one.where), None)
-        where = "" if worst is None else f" in {everyone[worst].where}"
-        where += f" of rank {worst}" if where and len(everyone) > 1 else ""
-        who = (
-            ", and each of the samples makes it so"
-            if every
-            else ", and no sample makes it so alone"
-        )
-        if self._blame is None:  # no sample was evaluated
-            who = ""
-        if math.isinf(value) and staged.in_float16:
-            raise LossError(
-                f"the {what} of step {staged.step} is {value}{where}: the loss function adds up in"
-                " float16, whose largest number is 65,504. Add up in float32 (loss.float().sum())."
-                " Nothing of the step was kept."
-            )
-        raise LossError(
-            f"the {what} of step {staged.step} is {value}{where}{wrong}{who}:"
-            f" {_too_fast(staged.step)}a division by zero or a logarithm of zero in the loss is the"
-            " usual cause. Nothing of the step was kept."
+        cause = _CAUSE
+        if every or not found:
+            found = []
+            # The first rank that can name a place.
+            worst = next((rank for rank, one in enumerate(everyone) if one.where), None)
+            if worst is not None:
+                rank = f" of rank {worst}" if len(everyone) > 1 else ""
+                detail = f" in {everyone[worst].where}{rank}{detail}"
+            if self._blame is not None:  # otherwise no sample was evaluated
+                who = "each of the samples makes" if every else "no sample makes"
+                detail += f", and {who} it so alone"
+            if math.isinf(value) and staged.in_float16:
+                cause = (
+                    "the loss function adds up in float16, whose largest number is 65,504. Add up in"
+                    " float32 (loss.float().sum())."
+                )
+        raise self._error(f"the {what}", value, staged, found, detail, cause)
+
+    def _error(
+        self,
+        what: str,
+        value: float,
+        staged: Staged,
+        found: Sequence[tuple[int, Bad]],
+        detail: str,
+        cause: str = _CAUSE,
+    ) -> LossError:
+        """Returns the error that names the value and the samples `found` or, without any, the cause."""
+        what = f"{what} of step {staged.step}"
+        if not found:
+            return LossError(f"{what} is {value}{detail}: {cause} Nothing of the step was kept.")
+        names = told_samples([bad.place.name for _, bad in found])
+        ranks = {rank for rank, _ in found}
+        where = f" on rank {ranks.pop()}" if self._group.size > 1 and len(ranks) == 1 else ""
+        verb, them = ("makes", "it") if len(found) == 1 else ("make", "them")
+        return LossError(
+            f"{names}{where} {verb} {what} {value}{detail}: mend {them}, or bad_data='skip' leaves such"
+            " samples out. Nothing of the step was kept."
         )
 
     def _suspicion(self, staged: Staged) -> _Suspicion:
@@ -166,20 +173,3 @@ def not_applied(norm: float, step: str, lost: str = "") -> LossError:
         f"the gradient of {step}, which was under way, has the norm {norm}: a learning rate that is too"
         f" large, or a division by zero in backward, is the usual cause. It was not applied{lost}."
     )
-
-
-_LEFT_OUT = "bad_data='skip' leaves such samples out. Nothing of the step was kept."
-
-
-def _culprits(found: Sequence[tuple[int, Bad]], num_ranks: int) -> str:
-    """Returns the beginning of a sentence about the samples that cause the problem."""
-    names = told_samples([bad.place.name for _, bad in found])
-    where = (
-        f" on rank {found[0][0]}" if num_ranks > 1 and len({rank for rank, _ in found}) == 1 else ""
-    )
-    return f"{names}{where} {'makes' if len(found) == 1 else 'make'}"
-
-
-def _too_fast(step: int) -> str:
-    """Returns the words about the learning rate, which has had no effect before the first update."""
-    return "a learning rate that is too large, or " if step > 1 else ""

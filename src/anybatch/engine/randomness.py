@@ -66,7 +66,6 @@ class Keyed(Randomness):
         self._seed_by(mix(self._seed, index, self._rank, number))
 
     def close(self) -> None:
-        """Restore the generators."""
         self._found.redo(0)
 
     def _seed_by(self, key: int) -> None:
@@ -100,11 +99,9 @@ class Ambient(Randomness):
         self._key = 0
 
     def begin(self, index: int) -> None:
-        """Save the states of the generators."""
         self._before, self._after = self._now(), None
 
     def redo(self, index: int) -> None:
-        """Restore the saved states."""
         self._put_back(self._before)
         self._after = None
 
@@ -135,7 +132,6 @@ class Ambient(Randomness):
 
 
 def _seed(key: int, cuda: torch.device | None) -> None:
-    """Seed the generators of the host and that of a device."""
     seed_by(key)
     if cuda is not None:
         with torch.cuda.device(cuda):

@@ -7,28 +7,16 @@ from collections.abc import Sequence
 from typing import final
 
 from anybatch.engine.context import PassContext
-from anybatch.engine.ladder import Ladder, Leak, nothing_leaner
+from anybatch.engine.ladder import Ladder, nothing_leaner
 from anybatch.errors import NoPlanFits
 from anybatch.events import Replanned, Sink
 from anybatch.parallel.failures import RankReport, first_error, memory_events
 from anybatch.plans import Plan
 
-_SETTLED_AFTER = 4
-"""Steps after which memory in use no longer grows, unless the task's code keeps something from each."""
-
 
 @final
 class Recovery:
-    """Follows the same plan on all ranks.
-
-    Args:
-        plan: the plan to start with.
-        context: what passes are run with.
-        sink: receives the events of recovery.
-
-    Attributes:
-        plan: the current plan.
-    """
+    """Follows the same `plan` on all ranks."""
 
     def __init__(self, plan: Plan, context: PassContext, sink: Sink) -> None:
         self.plan: Plan = plan
@@ -38,21 +26,16 @@ class Recovery:
         self._sink = sink
         self._limit.follow(plan.choice.freed_memory)
         self._ladder = Ladder()
-        self._settled: tuple[int, int] | None = None  # a step, and bytes in use after it
 
-    def committed(self, step: int) -> None:
-        """Record that `step` was committed under the current plan."""
+    def committed(self) -> None:
         self._ladder.committed()
-        if self._settled is None and step >= _SETTLED_AFTER:
-            self._settled = step, self._meter.kept_bytes()
 
     def follow(self, plan: Plan, step: int, reason: str, tells: bool) -> None:
-        """See `Transactions.follow`."""
         self._ladder = Ladder()
         self._change(plan, step, reason, tells=tells and plan.choice != self.plan.choice)
 
     def grow(self, step: int) -> bool:
-        """See `Transactions.grow`. `step` is the number of the next step."""
+        """As `Transactions.grow`. `step` is the number of the next step."""
         before = self.plan
         found = self._ladder.up(before)
         if found is None:
@@ -75,8 +58,7 @@ class Recovery:
         worst = next(told for told in everyone if told.failure)
         assert worst.failure is not None
         if found is None:
-            leak = self._settled and Leak(*self._settled, step - 1, self._meter.kept_bytes())
-            raise NoPlanFits(nothing_leaner(before, worst.phase, worst.failure, leak))
+            raise NoPlanFits(nothing_leaner(before, worst.phase, worst.failure, step))
         leaner, seconds = found
         if leaner is before:
             time.sleep(seconds)

@@ -84,7 +84,7 @@ class Rehearsal:
         trim()  # memory that earlier passes left free must not be measured
         try:
             with self._replica.loss_untouched():
-                found = self._thread.run(lambda: self._passes(source, choice, most))
+                found = self._passes(source, choice, most)
         finally:
             self._replica.switch(after, before)
             self._limit.follow(after.freed_memory)

@@ -46,7 +46,6 @@ class SavedBuffers:
         self._state = None
 
     def save(self) -> None:
-        """Save the current state."""
         if self._generators is None:
             self._generators = generators_in(*self._users)
         if self._places:

@@ -42,7 +42,6 @@ class Scores:
         self._updated = False
 
     def reset(self) -> None:
-        """Forget all samples."""
         self._updated = False
         for score in self._all():
             score.reset()

@@ -28,7 +28,6 @@ class Skips:
     """Tracks what is left out of one run.
 
     Args:
-        sink: receives the events.
         epoch_samples: number of samples in an epoch; None: not known before its end.
         num_held_out: number of samples for evaluation; None: unknown.
 

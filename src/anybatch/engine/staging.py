@@ -30,20 +30,12 @@ from anybatch.plans import Plan
 
 @final
 class Staging:
-    """Runs the passes of a step on one replica.
-
-    Args:
-        context: what passes are run with.
-        judge: receives the errors that a pass raises.
-
-    Attributes:
-        joint: the passes of a joint loss.
-    """
+    """Runs the passes of a step on one replica. `judge` receives the errors that a pass raises."""
 
     def __init__(self, context: PassContext, judge: NonfinitePolicy) -> None:
         self._replica, self._group, self._device = context.replica, context.group, context.device
         self._randomness, self._limit = context.randomness, context.limit
-        self._meter, self._thread = context.meter, context.thread
+        self._meter = context.meter
         self._buffers, self._timer = context.buffers, context.timer
         self._judge = judge
         self._is_loss_checked = False
@@ -86,7 +78,6 @@ class Staging:
                     if not micro.last:
                         self._buffers.put_back_buffers()
                 del micro, ask, loss  # free them while the next one is loaded
-                self._thread.look()
                 replica.phase = "loading"
         if outputs:
             staged.outputs = join(*zip(*outputs, strict=True), place="Loss.outputs")

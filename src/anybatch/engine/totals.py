@@ -30,12 +30,7 @@ _MARKS = NUM_FIXED - 2  # position of the marks in the totals
 
 
 class Totals:
-    """Sums of one rank over one step or one evaluation.
-
-    Args:
-        device: device of the losses.
-        num_parts: number of parts, each with its own sums; see `Group.num_parts`.
-    """
+    """Sums of one rank over one step or one evaluation."""
 
     def __init__(self, device: torch.device, num_parts: int = 1) -> None:
         self._device = device
@@ -208,7 +203,6 @@ class Means:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Mean of each metric."""
         return {n: s / w if w else float("nan") for n, (s, w) in self._pairs.items()}
 
 

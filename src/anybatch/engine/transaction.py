@@ -60,22 +60,15 @@ class Transactions:
     """Runs global steps on one replica, one after the other.
 
     Args:
-        replica: the model and optimizer.
-        group: the ranks.
         plan: followed until memory runs out, then replaced by a leaner one until it is tried again; see
             `plan`, `grow`.
-        randomness: how random state follows the steps.
         limit: the memory budget, already entered.
-        meter: measures the memory in use.
-        device: device of the replica.
-        sink: receives the events of recovery.
-        clip_norm: see `Task`.
         commit_bytes: peak bytes that the update allocates: (in the first step, in later ones).
         blame: finds the samples that make a loss not finite; None: samples are not searched.
         skips: records bad samples and steps that are left out; None: they are errors.
 
     Attributes:
-        thread: thread in which steps are computed.
+        thread: cleans up after failed passes.
         rehearsal: runs passes that are undone.
         wish: what this rank requests; all ranks know it after the vote of the next step.
         stops: whether this rank also requests to stop; separate, so that a signal handler can set it.
@@ -134,7 +127,6 @@ class Transactions:
         self._index = 0
         self._step = 0  # number of the last step that was run; 0: none
         self._has_voted = self._is_applied = False  # in the current attempt
-        self._committed: Committed | None = None  # result of the last step that was run
 
     @property
     def plan(self) -> Plan:
@@ -171,10 +163,6 @@ class Transactions:
                 raise not_applied(norm, f"step {self._step}")
             self._replica.apply()
 
-    def close(self) -> None:
-        """Called when no further step will be run."""
-        self.thread.close()
-
     def run(
         self, index: int, source: Source, before_update: Callable[[], None], whole: ExitStack
     ) -> Committed | PassedOver:
@@ -194,30 +182,22 @@ class Transactions:
             DataError: a sample is bad and may not be skipped, or too many samples are bad.
             PeerFailed: another rank raised an error from which no plan recovers.
             PeerLost: another rank is lost.
-            RankLost: this rank ran out of memory during or after the vote of the ranks on the step.
+            RankLost: this rank ran out of memory during or after the vote of the ranks on the step, or
+                oneDNN was refused memory.
 
         Except for `PeerLost` and `RankLost`, errors leave parameters, optimizer and buffers as they
         were before the step.
         """
         self._index, self._step = index, step_number(index)
-        self._committed = None
         self.failed_together = False
         self._randomness.begin(index)
-        try:
-            while True:
-                result = self.thread.run(lambda: self._attempt(source, before_update, whole))
-                if not isinstance(result, Again):
-                    return result
-                if not self._is_mended(result, source):
-                    return PassedOver("each of its samples is bad")
-                self._randomness.redo(index)
-        except BaseException as error:
-            if self._committed is None:
-                raise
-            # This thread was interrupted while another one completed the step.
-            whole.enter_context(held())
-            whole.callback(_raise, error)
-            return self._committed
+        while True:
+            result = self._attempt(source, before_update, whole)
+            if not isinstance(result, Again):
+                return result
+            if not self._is_mended(result, source):
+                return PassedOver("each of its samples is bad")
+            self._randomness.redo(index)
 
     def _attempt(
         self, source: Source, before_update: Callable[[], None], whole: ExitStack
@@ -239,12 +219,9 @@ class Transactions:
                 if self._judge.accepts(means):
                     done = self._commit(means, before_update, agreed)
                 if isinstance(done, Committed):
-                    self._recovery.committed(self._step)
-                    self._committed = replace(
-                        done, agreed_seconds=staged.seconds, outputs=staged.outputs
-                    )
+                    self._recovery.committed()
                     whole.push(sure.pop_all())
-                    return self._committed
+                    return replace(done, agreed_seconds=staged.seconds, outputs=staged.outputs)
             if isinstance(done, Again):
                 return done
             staged.empty = self._replica.empty_mean()
@@ -313,7 +290,7 @@ class Transactions:
             self._staging.joint.fail()
         try:
             self._group.gather(failed=told.failed)
-            sure.enter_context(self.thread.sure())
+            sure.enter_context(held())
             wish = self.wish | Wish.STOP if self.stops else self.wish
             sums = None if told.failed else staged.sums
             agreed = self._group.agree(sums, self._timer.last_seconds, wish)
@@ -417,7 +394,3 @@ class Transactions:
                 " with a learning rate of 0 for as long as they are to rest; or use Step, which begins"
                 " anew."
             )
-
-
-def _raise(error: BaseException) -> None:
-    raise error

@@ -18,15 +18,8 @@ from anybatch.process.cuda_driver import release_unused
 
 @final
 class UpdateRoom:
-    """Checks in each step that there is room for the update.
-
-    Args:
-        context: what passes are run with.
-        commit_bytes: peak bytes that the update allocates: (in the first step, in later ones).
-
-    Attributes:
-        has_updated: whether an update has been applied.
-    """
+    """Checks in each step that there is room for the update, whose peak is `commit_bytes` (in the first
+    step, in later ones). `has_updated` is whether an update has been applied."""
 
     def __init__(self, context: PassContext, commit_bytes: tuple[int, int]) -> None:
         self.has_updated: bool = False

@@ -84,6 +84,7 @@ class Pulse:
         rank: number of the rank.
         step: number of the current step, or else of the last one done.
         num_beats: number of signs of life so far.
+        thread: the thread that computes.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Pulse:
         self._doing = self._work = ""
         self._done: set[str] = set()
         self._depth = 0
-        self._home = self._thread = threading.get_ident()
+        self.thread: int = threading.get_ident()
 
     def follow(self, source: HasPhase) -> None:
         """Read the phase from `source` from now on."""
@@ -111,7 +112,7 @@ class Pulse:
         If another rank is lost and has published why, an error with that reason is raised instead.
         """
         outer = self._work
-        self._home = self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self._doing = self._work = what
         self._depth += 1
         self.num_beats += 1
@@ -132,7 +133,6 @@ class Pulse:
         """Record a sign of life: a batch is ready, or a pass is over."""
         self.num_beats += 1
         self._doing = ""
-        self._thread = threading.get_ident()  # steps may have moved to another thread
 
     @property
     def phase(self) -> str:
@@ -145,11 +145,6 @@ class Pulse:
     def is_first(self) -> bool:
         """Whether no such block has ended before, or it gives no sign of life inside."""
         return self._work not in self._done or self._work in _SILENT
-
-    @property
-    def threads(self) -> tuple[int, ...]:
-        """Threads of the rank: the one that computes and, if different, the one that requested it."""
-        return tuple(dict.fromkeys((self._thread, self._home)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +169,6 @@ class Word:
     time: float = 0.0
 
     def dumps(self) -> str:
-        """Returns the word as text, for `loads`."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
@@ -187,7 +181,6 @@ class Word:
 
     @property
     def where(self) -> str:
-        """Step and phase, as text."""
         return whereabouts(self.step, self.phase)
 
     @property
@@ -247,7 +240,6 @@ class Stall:
 
     @property
     def is_over(self) -> bool:
-        """Whether the deadline has passed."""
         return self.seconds >= self.limit
 
 
@@ -462,7 +454,7 @@ class Watchdog:
     def _word(self) -> Word:
         self._number += 1
         still, pulse = self._stall, self._pulse
-        waits = bool(pulse.phase) and waits_for_others(pulse.threads)
+        waits = bool(pulse.phase) and waits_for_others(pulse.thread)
         return Word(
             self._number, pulse.step, pulse.phase, waits, still.seconds, still.limit, time.time()
         )
@@ -529,7 +521,7 @@ class Watchdog:
         pulse = self._pulse
         self._told = _Standstill(pulse.step, pulse.phase, self._looked - self._stall.seconds)
         self._stalled.append(self._told)
-        shown = stacks(pulse.threads) if isinstance(error, Stuck) else ""
+        shown = stacks(pulse.thread) if isinstance(error, Stuck) else ""
         sentence = f"{error}\n{shown}".rstrip()
         if self._end is None:
             sys.stderr.write(f"anybatch: {sentence}\n")
@@ -553,12 +545,12 @@ class _Standstill:
 # ------------------------------------------------------------------------- where threads are
 
 
-def waits_for_others(threads: Sequence[int]) -> bool:
-    """Returns whether one of these threads of this process is inside a collective. A backward pass on a
+def waits_for_others(thread: int) -> bool:
+    """Returns whether this thread of this process is inside a collective. A backward pass on a
     GPU runs in one of autograd's threads, while the thread that began it waits."""
     with _frames() as frames:
-        modules = [_module(frames.get(thread)) for thread in threads]
-        if any(module.startswith("torch.autograd") for module in modules):
+        modules = [_module(frames.get(thread))]
+        if modules[0].startswith("torch.autograd"):
             modules += map(_module, frames.values())
     return any(module.startswith(_WAITING_IN) for module in modules)
 
@@ -578,17 +570,17 @@ def _module(frame: FrameType | None) -> str:
     return str(frame.f_globals.get("__name__", "")) if frame else ""
 
 
-def stacks(threads: Sequence[int]) -> str:
-    """Returns the stacks of `threads`, then of the other threads that run Python code, indented."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
+def stacks(thread: int) -> str:
+    """Returns the stack of `thread`, then those of the other threads that run Python code, indented."""
+    names = {one.ident: one.name for one in threading.enumerate()}
     rest = [
         ident
         for ident, name in names.items()
-        if ident not in threads and ident != threading.get_ident() and name not in _OWN_THREADS
+        if ident not in (thread, threading.get_ident()) and name not in _OWN_THREADS
     ]
     lines: list[str] = []
     with _frames() as frames:
-        for ident in (*threads, *rest):
+        for ident in (thread, *rest):
             if ident in frames:
                 lines.append(f"thread {names.get(ident, ident)}, most recent call last:\n")
                 lines += traceback.format_stack(frames[ident])

@@ -654,7 +654,6 @@ class Session:
             blame=OneByOne(self._replica, group, task.loss),
             skips=self._skips,
         )
-        undo.callback(self._engine.close)
         self._reads = isinstance(self._loader, StreamLoader)
         self._alone_on_cpu = device.type == "cpu" and group.size == 1
         self._batches = Batches(task, plan.task.longest, group, device, self._pulse)

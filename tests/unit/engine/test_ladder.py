@@ -14,7 +14,6 @@ from anybatch.engine.ladder import (
     STEPS,
     WAITS,
     Ladder,
-    Leak,
     nothing_leaner,
 )
 from anybatch.events import Evaluated, OutOfMemory, Replanned, StepDone
@@ -174,13 +173,14 @@ def test_the_batch_of_evaluations_is_halved():
     assert changes == [(1, "evaluation batch 8"), (1, "evaluation batch 4")]
 
 
-def test_the_sentence_tells_how_much_and_since_when():
+def test_the_sentence_tells_of_memory_that_grows_after_the_first_step():
     choice = Choice(micro_batch=1, evaluation_batch=1, precision="fp32")
     identity = TaskIdentity(name="t", global_batch=8, parameters=1, trainable_parameters=1)
     plan = Plan(task=identity, device="cpu", budget_bytes=64 * MIB, enforced=True, choice=choice)
     failure = MemoryFailure("refused", None)
-    told = nothing_leaner(plan, "forward", failure, Leak(10, 10 * MIB, 30, 50 * MIB))
-    for words in ("2.00 MiB a step", "10.0 MiB after step 10", "50.0 MiB after step 30", ".item()"):
+    told = nothing_leaner(plan, "forward", failure, 30)
+    for words in ("too small", "grew until step 30", "keeps something of each step", ".item()"):
         assert words in told
-    for none in (None, Leak(10, 40 * MIB, 30, 50 * MIB), Leak(3, 1, 3, 5)):
-        assert "too small" in nothing_leaner(plan, "forward", failure, none)
+    first = nothing_leaner(plan, "forward", failure, 1)
+    assert "too small" in first
+    assert "grew" not in first

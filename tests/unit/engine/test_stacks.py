@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,10 +18,10 @@ class Batch:
 
 
 @pytest.mark.parametrize("look", [waits_for_others, stacks])
-def test_what_a_thread_held_is_gone_with_its_function(look: Callable[[Sequence[int]], object]):
+def test_what_a_thread_held_is_gone_with_its_function(look: Callable[[int], object]):
     def one_pass() -> weakref.ref[Batch]:
         batch = Batch()
-        here = [threading.get_ident()]
+        here = threading.get_ident()
         with ThreadPoolExecutor(1) as watching:
             watching.submit(look, here).result(60)
         return weakref.ref(batch)

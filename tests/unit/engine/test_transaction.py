@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import anybatch as ab
 from anybatch.engine import update_room
-from anybatch.errors import LossError, NoPlanFits
+from anybatch.errors import LossError, NoPlanFits, RankLost
 from anybatch.events import OutOfMemory, Replanned, StepDone
 from anybatch.plans import Choice, Recompute
 
@@ -33,8 +33,8 @@ ERRORS = {
         " you tried to allocate 123 bytes. Error code 12 (Cannot allocate memory)"
     ),
     "python": lambda: MemoryError(),
-    "onednn": lambda: RuntimeError("could not create a primitive"),
 }
+REFUSED = {**ERRORS, "onednn": lambda: RuntimeError("could not create a primitive")}
 
 
 class Mine:
@@ -51,7 +51,7 @@ class Mine:
         self.passed += 1
         if self.passed in self.at:
             self.blown += 1
-            raise ERRORS[self.error]()
+            raise REFUSED[self.error]()
 
 
 class InBackward(torch.autograd.Function):
@@ -377,7 +377,7 @@ BAD = {
     ),
     "gradient": (
         lambda out, total: ab.Loss(total + (out - out.detach()).abs().sum().sqrt(), len(out)),
-        r"gradient of step 2 has the norm (nan|inf)",
+        r"norm of the gradient of step 2 is (nan|inf)",
     ),
     "no graph": (lambda out, total: ab.Loss(total.detach(), 1), "does not depend on any parameter"),
     "several numbers": (lambda out, total: out.sum(0), r"has the shape \(3,\)"),
@@ -470,6 +470,23 @@ def test_memory_that_runs_out_in_evaluation_changes_nothing(error):
     assert ours.samples == theirs.samples == 11
     assert ours.loss == pytest.approx(theirs.loss, rel=1e-12)
     assert [e.phase for e in events if isinstance(e, OutOfMemory)] == ["evaluation"] * 2
+
+
+@pytest.mark.parametrize("place", ["forward ends", "backward", "evaluation"])
+def test_a_kernel_that_onednn_was_refused_memory_for_ends_the_run_as_it_was_after_a_step(place):
+    mine = Mine(place, at=[1 if place == "evaluation" else 2], error="onednn")
+    task = task_of(mine)
+    with ab.Session(task, plan_for(task, 16)) as session:
+        steps = session.steps()
+        next(steps)
+        before = snapshot(session)
+        said = (
+            r"^oneDNN cannot go on in this process .*could not create a primitive.*last checkpoint"
+        )
+        with pytest.raises(RankLost, match=said):
+            session.evaluate() if place == "evaluation" else next(steps)
+        assert mine.blown == 1
+        assert_identical(snapshot(session), before)
 
 
 def test_evaluation_of_a_single_sample_that_does_not_fit():

@@ -183,8 +183,8 @@ def test_the_stack_of_a_thread_is_shown():
     ready.wait()
     try:
         assert thread.ident is not None
-        shown = stacks([thread.ident])
-        assert not waits_for_others([thread.ident])
+        shown = stacks(thread.ident)
+        assert not waits_for_others(thread.ident)
     finally:
         go_on.set()
         thread.join()
@@ -254,10 +254,9 @@ class Scene:
 def waiting(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The ranks that wait for others, instead of what their stacks say."""
     ranks: set[int] = set()
-    monkeypatch.setattr(
-        "anybatch.engine.watchdog.waits_for_others", lambda threads: bool(ranks & set(threads))
-    )
-    monkeypatch.setattr(Pulse, "threads", property(lambda pulse: (pulse.rank,)))
+    monkeypatch.setattr("anybatch.engine.watchdog.waits_for_others", ranks.__contains__)
+    thread = property(lambda pulse: pulse.rank, lambda pulse, thread: None)
+    monkeypatch.setattr(Pulse, "thread", thread, raising=False)
     return ranks
 
 
