@@ -94,7 +94,7 @@ def by_kind(ledger: Ledger) -> Figure:
 
 def by_layer(ledger: Ledger) -> Figure:
     """A figure of the bytes by layer, with alike layers merged; only the largest if there are many."""
-    rows = [row for row in rows_of(ledger, 1) if not row.is_part]
+    rows = rows_of(ledger, 1)
     kept = sorted(rows, key=lambda row: -row.total_bytes)[:_MAX_BARS]
     shown = [row for row in rows if row in kept]
     scale, unit = byte_scale(max([1, *(row.total_bytes for row in shown)]))

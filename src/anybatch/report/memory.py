@@ -3,7 +3,6 @@ HTML page by `memory_page`."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console, Group, RenderableType
 
 from anybatch.plans import Plan
-from anybatch.report.layers import PARTS, Row, every_row, rows_of, total_row
+from anybatch.report.layers import PARTS, Row, every_row, numbered, rows_of, total_row
 from anybatch.report.plot import Figure
 from anybatch.report.tables import Content, Table, bullets, pairs, print_section, printed
 from anybatch.units import format_bytes, format_seconds
@@ -198,7 +197,7 @@ def _together(held: Sequence[Holding]) -> list[Holding]:
     """Holdings, with those of alike layers merged, largest first: `blocks.*.up (12 alike)`."""
     alike: dict[tuple[str, str, int, int], list[Holding]] = {}
     for one in held:
-        name = re.sub(r"(?<![^.])\d+(?![^.])", "*", one.module)
+        name = numbered(one.module)
         alike.setdefault((one.kind, name, one.num_bytes, one.num_blocks), []).append(one)
     lines = [
         ones[0]
