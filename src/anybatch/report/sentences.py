@@ -10,7 +10,6 @@ from typing import Any, Literal, Protocol
 from anybatch.events import (
     CheckpointFailed,
     CheckpointSaved,
-    CompileDecided,
     Evaluated,
     Event,
     OutOfMemory,
@@ -25,7 +24,6 @@ from anybatch.events import (
     Starved,
     StepDone,
     Straggler,
-    Tried,
     whereabouts,
 )
 from anybatch.process.threads import MOST_IDLE
@@ -54,10 +52,6 @@ def describe(event: Event) -> str:
                 f"New plan from step {format_count(event.step)} on ({event.reason.rstrip('.')}):"
                 f" {event.after}; before: {event.before}."
             )
-        case Tried():
-            return _tried(event)
-        case CompileDecided():
-            return _compile_decided(event)
         case Overflowed():
             return (
                 f"Gradients overflowed in step {format_count(event.step)}: it is redone with loss"
@@ -125,40 +119,6 @@ def going_on(event: Resumed) -> str:
 def passed_over(event: Resumed) -> list[str]:
     """A sentence for each newer checkpoint that was not used to resume the run."""
     return [f"{sentence[:1].upper()}{sentence[1:]}" for sentence in event.passed_over]
-
-
-def _tried(event: Tried) -> str:
-    """List the choices, fastest first. Times are of the passes of a step, since the update is the same
-    for all."""
-    known = zip(event.choices, event.pass_seconds, strict=True)
-    times = [(seconds, choice) for choice, seconds in known if seconds is not None]
-    told = [f"{choice} {format_seconds(seconds)}" for seconds, choice in sorted(times)]
-    if len(event.choices) == 1 and times:
-        return (
-            f"Timed the plan for {format_seconds(event.seconds)}: the passes of a step take"
-            f" {format_seconds(times[0][0])}."
-        )
-    rest = len(event.choices) - len(told)
-    more = f"; {rest} far slower or too large" if rest else ""
-    return (
-        f"Timed {counted(len(event.choices), 'plan')} for {format_seconds(event.seconds)}, the passes"
-        f" of a step each: {'; '.join(told)}{more}. Taken: {event.taken}."
-    )
-
-
-def _compile_decided(event: CompileDecided) -> str:
-    """State the decision, with both times if both variants were timed."""
-    reason = event.reason.rstrip(".")
-    if event.plain_seconds is None or event.compiled_seconds is None:
-        how = "are compiled" if event.compiled else "are not compiled"
-        return f"The blocks {how}{': ' if reason else ''}{reason}."
-    taken = "taken" if event.compiled else "not taken"
-    why = f", since {reason}" if reason else ""
-    return (
-        f"Compiled blocks: {format_seconds(event.compiled_seconds)} instead of"
-        f" {format_seconds(event.plain_seconds)} for the passes of a step, {taken}{why}. Trying took"
-        f" {format_seconds(event.seconds)}."
-    )
 
 
 def _starved(event: Starved) -> str:
