@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from anybatch.estimate.ledger import Holding, Ledger, Moment
     from anybatch.planner.knobs import Knob
 
-OVER_TIME, BY_KIND, BY_LAYER = "Over one step", "When most is in use, by kind", "By layer"
-"""Titles of the sections to which the page adds a figure."""
+OVER_TIME, BY_LAYER = "Over one step", "By layer"
+"""Titles of the sections to which the page adds a figure, and a table of every layer."""
 
 _MAX_HELD = 12
 _NARROW, _WIDE = 76, 112
@@ -99,7 +99,7 @@ def sections_of(
         Section(f"Memory of a step of {plan.task.name}", table=_assumptions(plan, ledger)),
         Section("Most bytes at any time", table=_totals(plan, ledger)),
         Section(BY_LAYER, table=by_layer),
-        Section(BY_KIND, table=_kinds(ledger)),
+        Section("When most is in use, by kind", table=_kinds(ledger)),
     ]
     if ledger.held:
         sections.append(Section("When most is in use, the largest", table=_held(ledger.held)))

@@ -228,7 +228,7 @@ def test_the_page_holds_every_layer_and_loads_nothing(tmp_path: Path):
     assert "default-src 'none'" in text
     assert not re.search(r'(src|href)="(?!data:)', text)
     drawn = specs(page)
-    assert drawn.keys() == {"curve", "kinds", "layers"}
+    assert drawn.keys() == {"curve"}
     traces = {trace["name"]: trace for trace in drawn["curve"]["traces"]}
     assert list(traces) == ["parameters", "activations", "held by the process", "most in use"]
     assert max(traces["held by the process"]["y"]) == pytest.approx(58)
