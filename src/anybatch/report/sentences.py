@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from anybatch.events import (
     CheckpointFailed,
@@ -223,15 +222,9 @@ def counted(count: int, noun: str) -> str:
     return f"{format_count(count)} {noun}{'' if count == 1 else 's'}"
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A predicted and a measured figure, as text. `error` is relative to the measured figure."""
-
-    what: str
-    predicted: str
-    measured: str
-    error: str
-    budget: str
+Comparison: TypeAlias = tuple[str, str, str, str, str]
+"""What is compared, its predicted and measured figure, the error relative to the measured one, and the
+budget, as text."""
 
 
 def compare(ended: RunEnded) -> list[Comparison]:
@@ -273,20 +266,21 @@ def compare_peak(
     predicted_bytes: int | None, measured_bytes: int | None, budget_bytes: int | None
 ) -> Comparison:
     """Compare predicted with measured peak memory. None or 0: unknown."""
-    row = _compared("peak memory", predicted_bytes or None, measured_bytes or None, format_bytes)
-    return replace(row, budget=format_bytes(budget_bytes) if budget_bytes else MISSING)
+    budget = format_bytes(budget_bytes) if budget_bytes else MISSING
+    both = predicted_bytes or None, measured_bytes or None
+    return _compared("peak memory", *both, format_bytes, budget)
 
 
 def _compared(
-    what: str, predicted: float | None, measured: float | None, form: Callable[[Any], str]
+    what: str,
+    predicted: float | None,
+    measured: float | None,
+    form: Callable[[Any], str],
+    budget: str = MISSING,
 ) -> Comparison:
-    return Comparison(
-        what=what,
-        predicted=form(predicted) if predicted is not None else MISSING,
-        measured=form(measured) if measured is not None else MISSING,
-        error=f"{predicted / measured - 1:+.1%}" if predicted and measured else MISSING,
-        budget=MISSING,
-    )
+    error = f"{predicted / measured - 1:+.1%}" if predicted and measured else MISSING
+    told = MISSING if predicted is None else form(predicted)
+    return what, told, MISSING if measured is None else form(measured), error, budget
 
 
 def _precise_seconds(seconds: float) -> str:
