@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from anybatch.compute.building import copy_of
 from anybatch.compute.loss_reduction_check import compares_samples
 from anybatch.data import differs
-from anybatch.errors import DataError
+from anybatch.errors import DataError, some
 from anybatch.proof.runs import Runs, deviation, number_of
 from anybatch.task import JointLoss, Loss, LossFunction
 
@@ -51,14 +51,14 @@ def causes_of(runs: Runs, tolerance: float) -> Iterator[str]:
     if norms and runs.deviation_when(norms) < runs.deviation_when(()) / 10:
         found = True
         yield (
-            f"{_some(norms)} look{'s' if len(norms) == 1 else ''} across the samples of a pass, so"
+            f"{some(norms)} look{'s' if len(norms) == 1 else ''} across the samples of a pass, so"
             " the result depends on the micro-batch: use anybatch's ghost batches (plain"
             " torch BatchNorm), GroupNorm or LayerNorm."
         )
     if frequent := _frequent(runs):
         found = True
         yield (
-            f"{_some(frequent)} divide{'s' if len(frequent) == 1 else ''} gradients by how often an id"
+            f"{some(frequent)} divide{'s' if len(frequent) == 1 else ''} gradients by how often an id"
             " comes up in a pass (scale_grad_by_freq), which the cut changes: leave it out."
         )
     if (kept := _kept_state(runs, tolerance, norms)) is not None:
@@ -66,7 +66,7 @@ def causes_of(runs: Runs, tolerance: float) -> Iterator[str]:
         yield (
             "The same samples give another loss when they pass a second time, and nothing was trained"
             " in between: a layer (or the loss) keeps something from one pass to the next"
-            + (f" ({_some(kept)})" if kept else ", a counter or a running mean, say")
+            + (f" ({some(kept)})" if kept else ", a counter or a running mean, say")
             + ", so the result depends on the number of passes. Let it change once per step, or not at"
             " all in training."
         )
@@ -229,8 +229,3 @@ def _looks_across(module: nn.Module) -> bool:
     """Whether `module` is a norm with running statistics, torch's or (judged by its buffers)
     another."""
     return hasattr(module, "running_mean") and next(module.children(), None) is None
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
