@@ -171,44 +171,6 @@ class Replanned(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried(Event):
-    """Choices were timed on the first passes of `step`. Occurs only in logs of earlier releases.
-
-    `choices` are descriptions, the planned choice first. `pass_seconds` is the time that the passes of
-    a step of one rank would take under each (None: it failed, or was far slower). `taken` is the choice
-    used from then on; `seconds` is the duration of the trial.
-    """
-
-    kind: ClassVar[str] = "tried"
-    step: int
-    choices: tuple[str, ...]
-    pass_seconds: tuple[float | None, ...]
-    taken: str
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompileDecided(Event):
-    """Whether the run compiled the blocks of the model, from `step` on, if it was free to decide.
-    Occurs only in logs of earlier releases.
-
-    `reason` explains the decision (empty: it is faster). `plain_seconds` and `compiled_seconds` are the
-    times that the passes of a step of one rank take without and with compilation (None: not tried, or
-    it failed). `seconds` is the duration of the trial; `plan` is the plan that is followed, as plain
-    data.
-    """
-
-    kind: ClassVar[str] = "compile_decided"
-    step: int
-    compiled: bool
-    reason: str
-    plain_seconds: float | None
-    compiled_seconds: float | None
-    seconds: float
-    plan: Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Rebalanced(Event):
     """The shares of the ranks changed; `step` is the first step with the new shares."""
 

@@ -27,7 +27,9 @@ def memory(
     device: DeviceName = None,
     devices: Devices = None,
     json: JsonFile = None,
-    html: Annotated[Path | None, option("--html", "Save it as a page with plots.", "FILE")] = None,
+    html: Annotated[
+        Path | None, option("--html", "Save it as a page with a plot over one step.", "FILE")
+    ] = None,
     depth: Annotated[
         int | None,
         typer.Option(

@@ -28,7 +28,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from anybatch.compute.modes import trains
 from anybatch.compute.patch import replace_forward
 from anybatch.compute.synchronised_norm import Exchange, OverRanks, SingleValue
-from anybatch.errors import InputError
+from anybatch.errors import InputError, some
 
 DEFAULT_GHOST_BATCH = 32
 
@@ -66,7 +66,7 @@ def depends_on_cut(model: nn.Module, drawn: bool = True) -> tuple[str, ...]:
         if (why := _why_it_depends(module, may_draw)) is not None:
             found.setdefault(why, []).append(name)
     return tuple(
-        why.format(names=_some(names), s="s" if len(names) == 1 else "")
+        why.format(names=some(names), s="s" if len(names) == 1 else "")
         for why, names in found.items()
     )
 
@@ -100,7 +100,7 @@ def written_since(model: nn.Module, before: dict[str, tuple[Tensor | None, int]]
 
 def depends_on_writes(names: Sequence[str]) -> tuple[str, ...]:
     """Describe that passes write to the buffers and frozen parameters `names`; empty without names."""
-    return (_WRITTEN.format(names=_some(names)),) if names else ()
+    return (_WRITTEN.format(names=some(names)),) if names else ()
 
 
 class GhostBatches:
@@ -249,9 +249,3 @@ def _why_it_depends(module: nn.Module, trains: bool) -> str | None:
     # Without a momentum they are constants, as in FrozenBatchNorm2d; writes are detected separately.
     moves = running and hasattr(module, "momentum")
     return _ADVANCES if moves or isinstance(module, _NormBase) else None
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first three of `names`, quoted, and how many more there are."""
-    shown = ", ".join(repr(name) for name in names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -46,7 +46,7 @@ _ANOTHER = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Sums:
+class Sums:
     """The loss of some samples. `metrics` maps names to (sum, weight)."""
 
     num_samples: int
@@ -91,9 +91,9 @@ def check_adds_up(
     weight that is not additive.
     """
 
-    def sums(piece: Any, count: int) -> _Sums:
+    def sums(piece: Any, count: int) -> Sums:
         with _not_for_few_samples():
-            return _sums(*evaluate(piece, count), count)
+            return sums_of(*evaluate(piece, count), count)
 
     try:
         with _not_for_few_samples():
@@ -101,12 +101,12 @@ def check_adds_up(
         if num_samples == 1:
             some = doubled(some)
             first = sums(slice_batch(some, 0, 1), 1)
-            parts = _Parts(sums(some, 2), first, first, close)
+            parts = Parts(sums(some, 2), first, first, close)
         else:
             with _not_for_few_samples():
                 pieces = take(0, cut), take(cut, num_samples)
             first, second = sums(pieces[0], cut), sums(pieces[1], num_samples - cut)
-            parts = _Parts(sums(some, num_samples), first, second, close)
+            parts = Parts(sums(some, num_samples), first, second, close)
         if not parts.is_finite:
             return False
         if not parts.adds_up and not parts.is_same(sums(some, parts.together.num_samples)):
@@ -168,7 +168,8 @@ def rounding(model: nn.Module, device: torch.device) -> float:
     return 1e-4 if device.type == "cpu" else 1e-3  # TF32 may be on
 
 
-def _sums(loss: Loss, is_plain: bool, num_samples: int) -> _Sums:
+def sums_of(loss: Loss, is_plain: bool, num_samples: int) -> Sums:
+    """Read the values of `loss`. `is_plain`: whether the loss function returned a plain number."""
     weight = float(loss.weight)
     metrics: dict[str, tuple[float, float]] = {}
     for name, value in loss.metrics.items():
@@ -177,17 +178,17 @@ def _sums(loss: Loss, is_plain: bool, num_samples: int) -> _Sums:
             if isinstance(value, tuple)
             else (float(value), weight)
         )
-    return _Sums(num_samples, float(loss.sum), weight, metrics, is_plain)
+    return Sums(num_samples, float(loss.sum), weight, metrics, is_plain)
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class Parts:
     """The loss of some samples `together`, and of the same samples in two parts. `close` is the
     relative tolerance."""
 
-    together: _Sums
-    first: _Sums
-    second: _Sums
+    together: Sums
+    first: Sums
+    second: Sums
     close: float
 
     @property
@@ -198,11 +199,11 @@ class _Parts:
     def adds_up(self) -> bool:
         return self._equal(self.together.total, self.first.total, self.second.total)
 
-    def is_same(self, again: _Sums) -> bool:
+    def is_same(self, again: Sums) -> bool:
         """Whether the same samples have the same loss when they are evaluated `again`."""
         return self._equal(2 * again.total, again.total, self.together.total)
 
-    def fault(self, twice: _Sums) -> str | None:
+    def fault(self, twice: Sums) -> str | None:
         """Return an error message if the loss is certainly wrong, else None. `twice` is the loss of all
         samples repeated once."""
         a, b, both = self.first, self.second, self.together
@@ -238,7 +239,7 @@ class _Parts:
             )
         return None
 
-    def doubt(self, twice: _Sums) -> str:
+    def doubt(self, twice: Sums) -> str:
         """Return the warning for sums that are not additive, which make a step that is cut into
         micro-batches inexact. `twice`: see `fault`."""
         a, b, both = self.first, self.second, self.together
@@ -255,9 +256,10 @@ class _Parts:
             f"does not add up over samples: {_shown(a)} for {_count(a)}, {_shown(b)} for"
             f" {b.num_samples} more, {_shown(both)} for all of them together. So the update depends"
             " on how the step is cut. If it is a mean over something else than samples (tokens, pixels"
-            " that count), return anybatch.Loss(sum, weight). If it compares samples with each other"
-            " (contrastive losses, correlation, dice over the batch, the root of a mean), it is exact"
-            " in one piece (micro_batch), or as anybatch.JointLoss(encode, compare)."
+            " that count), return anybatch.Loss(sum, weight), as anybatch.model_loss does for models"
+            " of transformers. If it compares samples with each other (contrastive losses, correlation,"
+            " dice over the batch, the root of a mean), it is exact in one piece (micro_batch), or as"
+            " anybatch.JointLoss(encode, compare)."
         )
 
     def metric(self, name: str) -> str | None:
@@ -288,9 +290,9 @@ class _Parts:
         return self._equal(together * size, first * a, second * b)
 
 
-def _shown(sums: _Sums) -> str:
+def _shown(sums: Sums) -> str:
     return f"{sums.returned:.6g}"
 
 
-def _count(sums: _Sums) -> str:
+def _count(sums: Sums) -> str:
     return f"{sums.num_samples} sample{'s' if sums.num_samples > 1 else ''}"

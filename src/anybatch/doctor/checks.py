@@ -10,7 +10,6 @@ import platform
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -180,27 +179,14 @@ def torch() -> Iterator[Finding]:
         yield Finding("torch", value, "note", meaning)
     else:
         yield Finding("torch", value)
-    yield Finding("build", ", ".join(_build(torch)))
     if torch.version.cuda or torch.version.hip:
         yield _usable(torch)
+        if VISIBLE in os.environ:
+            yield _visible(os.environ[VISIBLE], torch.cuda.device_count(), gpus_here())
     elif gpus_here():
         meaning = "there are GPUs here, and torch does not use them"
         remedy = f"install its build for CUDA: {_GET_STARTED}"
         yield Finding("torch and CUDA", "built for CPUs", "warning", meaning, remedy)
-
-
-def _build(torch: Any) -> Iterator[str]:
-    """How torch was built, and the number of threads that it uses on the CPU."""
-    cuda, hip = torch.version.cuda, torch.version.hip
-    yield f"for CUDA {cuda}" if cuda else f"for ROCm {hip}" if hip else "for CPUs"
-    with suppress(Exception):  # a cuDNN other than the one that torch was built with
-        if found := torch.backends.cudnn.version():
-            yield f"cuDNN {found}"
-    yield torch.backends.cpu.get_cpu_capability()
-    for library in ("mkl", "mkldnn", "openmp"):
-        if getattr(torch.backends, library).is_available():
-            yield library
-    yield f"{torch.get_num_threads()} threads"
 
 
 def _usable(torch: Any) -> Finding:
@@ -280,14 +266,9 @@ def gpus() -> Iterator[Finding]:
         driver = pynvml.nvmlSystemGetDriverVersion()
     except Exception as error:
         yield _no_driver(first_line(error))
-        if VISIBLE in os.environ:
-            yield _visible(os.environ[VISIBLE], [])
         return
     value = f"{driver}, for CUDA up to {cuda // 1000}.{cuda % 1000 // 10}"
     yield Finding("driver", value)
-    if VISIBLE in os.environ:
-        names = [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-        yield _visible(os.environ[VISIBLE], names)
     for index, handle in enumerate(handles):
         yield _gpu(pynvml, index, handle)
 
@@ -330,55 +311,30 @@ def _no_driver(fault: str) -> Finding:
     return Finding("driver", "not reached", "warning", meaning, remedy)
 
 
-def _visible(text: str, uuids: list[str]) -> Finding:
-    count, names = len(uuids), [name.strip() for name in text.split(",")]
-    there = "GPU 0" if count == 1 else f"GPUs 0 to {count - 1}"
-    wrong = [name for name in names if not _is_one(name, uuids)]
-    level: Level = "problem"
-    if text.strip() in ("", "-1") and not count:
+def _visible(text: str, seen: int, there: int) -> Finding:
+    """Compare the number of GPUs that a variable names with that which torch sees."""
+    level: Level = "warning"
+    named = len(text.split(","))
+    if not there or named == seen:
         return Finding(VISIBLE, repr(text))
     if text.strip() in ("", "-1"):
-        level, remedy = "warning", "unset it, unless that is meant"
-        meaning = f"it hides all {count} GPUs from torch, which computes on the CPU"
-    elif not count:
-        level, remedy, meaning = "warning", "unset it", "no GPU is to be had here under any name"
-    elif wrong:
-        remedy = "name those that are here, or unset it"
-        seen = f"only the {before} before it" if (before := names.index(wrong[0])) else "none"
-        meaning = f"{wrong[0]!r} is none of this machine's {there}: CUDA shows {seen}"
-    elif len(set(names)) < len(names):
-        remedy, meaning = "name each once, or unset it", "it names a GPU twice, so CUDA shows none"
+        remedy = "unset it, unless that is meant"
+        meaning = f"it hides all {there} GPUs from torch, which computes on the CPU"
     else:
-        return Finding(VISIBLE, repr(text))
+        level, remedy = "problem", "name GPUs that are here, each once, or unset it"
+        meaning = f"it names {named}, of which CUDA shows {seen}; this machine has {there}"
     return Finding(VISIBLE, repr(text), level, meaning, remedy, "environment")
 
 
-def _is_one(name: str, uuids: list[str]) -> bool:
-    if name.isdecimal():
-        return int(name) < len(uuids)
-    return name.startswith("MIG-") or (bool(name) and any(it.startswith(name) for it in uuids))
-
-
 def _gpu(nvml: Any, index: int, handle: Any) -> Finding:
-    def ask(question: Callable[[Any], Any]) -> Any:
-        try:
-            return question(handle)
-        except nvml.NVMLError:  # not supported by this GPU or driver
-            return None
-
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     free, total = format_bytes(memory.free), format_bytes(memory.total)
     held = memory.total - memory.free
-    users = _users(ask(nvml.nvmlDeviceGetComputeRunningProcesses) or ())
-    modes = {1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
-    mode = modes.get(ask(nvml.nvmlDeviceGetComputeMode), "")
-    name = f"GPU {index}"
-    value = f"{nvml.nvmlDeviceGetName(handle)}, {free} of {total} free" + f", {mode}" * bool(mode)
-    if mode == "prohibited" or (mode and users):
-        meaning = f"its compute mode is {mode}" + f", and {users} has it" * bool(users)
-        remedy = f"nvidia-smi -i {index} -c DEFAULT, as root"
-        return Finding(name, value, "problem", meaning, remedy)
+    name, value = f"GPU {index}", f"{nvml.nvmlDeviceGetName(handle)}, {free} of {total} free"
     if held > _LITTLE * memory.total:
+        users = ""
+        with suppress(nvml.NVMLError):  # not supported by this GPU or driver
+            users = _users(nvml.nvmlDeviceGetComputeRunningProcesses(handle))
         meaning = f"{format_bytes(held)} are held by {users or 'others, not known which'}"
         remedy = "end what you no longer need; plans are made for 90% of what is free"
         return Finding(name, value, "warning", meaning, remedy)
@@ -525,11 +481,8 @@ def folders() -> Iterator[Finding]:
     yield _folder("runs", lambda: Path.cwd() / "runs", 2 << 30, "warning", runs, elsewhere)
     yield _folder("cache", cache_folder, 16 << 20, "warning", _NOT_KEPT, set_cache)
     set_tmp = "set TMPDIR to a writable folder"
-    yield _folder("temporary files", _temporary, 16 << 20, "problem", _BY_FILES, set_tmp)
-
-
-def _temporary() -> Path:
-    return Path(tempfile.gettempdir())
+    tmp = "temporary files", lambda: Path(tempfile.gettempdir()), 16 << 20
+    yield _folder(*tmp, "problem", _BY_FILES, set_tmp)
 
 
 def _folder(
@@ -586,49 +539,42 @@ def gloo() -> Iterator[Finding]:
         yield Finding("backends", value, "problem", meaning, remedy)
     else:
         yield Finding("backends", value)
-    fault, over = _meet()
-    if fault:
+    if fault := _meet():
         meaning = f"two processes here could not meet and add up a tensor ({fault.rstrip('.')})"
-        remedy = "see the rows below, and whether a firewall blocks 127.0.0.1"
+        remedy = (
+            "see the rows below, whether a firewall blocks 127.0.0.1, and whether GLOO_SOCKET_IFNAME"
+            " names an interface that is here"
+        )
         yield Finding("gloo", "does not work here", "problem", meaning, remedy)
     else:
-        yield Finding("gloo", f"two processes met{over} and added up a tensor")
+        yield Finding("gloo", "two processes met and added up a tensor")
 
 
-def _meet() -> tuple[str, str]:
-    """Let two processes add up 1 and 2. Returns the reason for a failure (empty: none), and the
-    interface that connects the processes."""
+def _meet() -> str:
+    """Let two processes add up 1 and 2. Returns the reason for a failure; empty: none."""
+    from torch import multiprocessing
+
     if fault := loopback_fault():  # torch would retry for a long time
-        return f"this machine does not reach itself at 127.0.0.1: {fault}", ""
+        return f"this machine does not reach itself at 127.0.0.1: {fault}"
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder, "store"))
-        code = f"from anybatch.doctor.checks import add_up; add_up(1, {store!r})"
-        with subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        ) as peer:
-            try:
-                found, interface = add_up(0, store)
-                fault = "" if found == 3.0 else f"1 and 2 came to {found:g}"
-                return fault, f" over {interface}" * bool(interface)
-            except Exception as error:  # without the location in gloo's source code
-                return re.sub(r"\[enforce fail at .*?\] .*?\. ", "", first_line(error)), ""
-            finally:
-                peer.kill()
+        try:
+            multiprocessing.spawn(add_up, (str(Path(folder, "store")),), nprocs=2)
+        except Exception as error:  # without the location in gloo's source code
+            return re.sub(
+                r"\[enforce fail at .*?\] .*?\. ", "", str(error).strip().splitlines()[-1]
+            )
+    return ""
 
 
-def add_up(rank: int, file: str) -> tuple[float, str]:
-    """The sum of `rank + 1` over both ranks, and the interface that connects them, which is selected as
-    in `anybatch.launch` for ranks on one machine."""
+def add_up(rank: int, file: str) -> None:
+    """Check the sum of `rank + 1` over both ranks, over the interface that is selected as in
+    `anybatch.launch` for ranks on one machine."""
     import torch
     from torch import distributed
 
     from anybatch.launch.network import LOOPBACK, interface_to
 
-    interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_to(LOOPBACK, 1) or ""
-    if interface:
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME") or interface_to(LOOPBACK, 1):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     store, wait = distributed.FileStore(file, 2), timedelta(seconds=_GLOO_SECONDS)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=wait)
@@ -636,7 +582,8 @@ def add_up(rank: int, file: str) -> tuple[float, str]:
         number = torch.tensor([rank + 1.0])
         distributed.all_reduce(number)
         distributed.barrier()
-        return number.item(), interface
+        if number.item() != 3.0:
+            raise ArithmeticError(f"1 and 2 came to {number.item():g}")
     finally:
         distributed.destroy_process_group()
 
@@ -655,22 +602,9 @@ def loopback_fault() -> str:
 
 def network() -> Iterator[Finding]:
     """The network of this machine, and the environment variables for ranks and their rendezvous."""
-    import psutil
-
     if fault := loopback_fault():
         meaning = f"ranks of this machine cannot meet at 127.0.0.1 ({fault})"
         yield Finding("loopback", "does not work", "problem", meaning, "ip link set lo up, as root")
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    families = (socket.AF_INET, socket.AF_INET6)
-    addresses = {
-        name: [one.address for one in found if one.family in families]
-        for name, found in psutil.net_if_addrs().items()
-        if name in up
-    }
-    shown = [f"{name} ({found[0]})" for name, found in addresses.items() if found]
-    yield Finding("interfaces", ", ".join(shown) or "none with an address")
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        yield from _named_interface(variable, list(addresses))
     rank, started = _started()
     yield started
     yield from _meeting(rank)
@@ -691,19 +625,6 @@ def _name_fault(name: str) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
-
-
-def _named_interface(variable: str, there: list[str]) -> Iterator[Finding]:
-    """Check that interfaces selected by a variable exist."""
-    text = os.environ.get(variable, "")
-    if not text or text[0] in "^=":  # special syntax of NCCL
-        return
-    for name in text.split(","):
-        begins = variable == "NCCL_SOCKET_IFNAME"  # NCCL matches prefixes
-        if not any(one == name or (begins and one.startswith(name)) for one in there):
-            meaning = f"no interface {name!r} is up here; there are {', '.join(there) or 'none'}"
-            remedy = "name one of them, or unset it: anybatch finds the way by itself"
-            yield Finding(variable, repr(text), "problem", meaning, remedy, "environment")
 
 
 def _started() -> tuple[int | None, Finding]:
@@ -798,6 +719,7 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _SHOWN = {
     *(rule.name for rule in RULES),
     *_THREADS,
+    "GLOO_SOCKET_IFNAME",
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
 }

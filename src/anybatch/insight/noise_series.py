@@ -113,7 +113,7 @@ class Series:
                 event.grad_norm,
                 event.part_weight,
                 event.part_grad_norm,
-                (event.tokens_seen or 0.0) / event.samples_seen,
+                (event.tokens_seen or 0.0) / max(1, event.samples_seen),
             )
         )
 

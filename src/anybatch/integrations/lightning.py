@@ -25,6 +25,7 @@ from anybatch.events import Sink
 from anybatch.integrations.batches import CollateOrNone, PaddingCut, Shares
 from anybatch.step import Step
 from anybatch.task import Loss
+from anybatch.units import check_count
 
 ClosureResult: Any = import_module("lightning.pytorch.loops.optimization.automatic").ClosureResult
 
@@ -81,11 +82,7 @@ class AnyBatch(DDPStrategy):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
-            raise InputError(
-                f"global_batch is {global_batch!r} in AnyBatch(...): it counts samples per optimizer"
-                " step and has to be 1 or more."
-            )
+        check_count(global_batch, "global_batch")
         self.global_batch = global_batch
         self._options: Any = {"memory": memory, "micro_batch": micro_batch, "sinks": sinks}
         self._count_items = count_items or batch_size

@@ -31,6 +31,7 @@ from anybatch.events import Sink
 from anybatch.integrations.batches import CollateOrNone, PaddingCut, Shares
 from anybatch.step import Outcome, Step
 from anybatch.task import Loss
+from anybatch.units import check_count
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Host
@@ -69,11 +70,7 @@ class AnyBatch(_Host):
         sinks: Sequence[Sink] = (),
         **kwargs: Any,
     ) -> None:
-        if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
-            raise InputError(
-                f"global_batch is {global_batch!r} in Trainer(...): it counts samples per optimizer"
-                " step and has to be 1 or more."
-            )
+        check_count(global_batch, "global_batch")
         self.global_batch = global_batch
         self._options: Any = {"memory": memory, "micro_batch": micro_batch, "sinks": sinks}
         self._step: Step | None = None

@@ -6,7 +6,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,8 @@ from anybatch.compute.float64 import InDoubles
 from anybatch.compute.frozen_randomness import calm
 from anybatch.compute.ghost_norm import counting_buffers, written_since
 from anybatch.compute.joint import Ask, Rows
+from anybatch.compute.loss import read_loss
+from anybatch.compute.loss_check import Parts, Sums, sums_of
 from anybatch.compute.module_state import ModuleState
 from anybatch.data import copied, ghosts
 from anybatch.plans import Choice, Recompute
@@ -103,17 +105,21 @@ class Runs:
         with self._pieces(sizes) as pieces, self._calm(model, calmed), torch.no_grad():
             return [self.task.loss(model, piece) for piece in pieces]
 
-    def losses(self, sizes: Sequence[int], calmed: Sequence[str]) -> list[Tensor] | None:
-        """Return the same as `returned` if all values are plain means, else None."""
-        losses = self.returned(sizes, calmed)
-        return losses if all(isinstance(loss, Tensor) for loss in losses) else None
+    def parts(self, calmed: Sequence[str], close: float) -> tuple[Parts, Sums]:
+        """Return the loss of the sample in one piece and in two unequal ones, and the loss of the
+        sample repeated once. `close`: relative tolerance."""
+        third = max(1, self.sample.size // 3)
+        (whole,) = self._sums(self.whole, calmed)
+        first, second = self._sums([third, self.sample.size - third], calmed)
+        repeated = replace(self, sample=self.sample.repeated())
+        (twice,) = repeated._sums(repeated.whole, calmed)
+        return Parts(whole, first, second, close), twice
 
-    def sums(self, sizes: Sequence[int], calmed: Sequence[str]) -> list[Loss] | None:
-        """Return the same as `returned` if all values are sums with weights, else None."""
-        losses = self.returned(sizes, calmed)
-        if any(isinstance(loss, Tensor) for loss in losses):
-            return None
-        return [loss if isinstance(loss, Loss) else Loss(*loss) for loss in losses]
+    def _sums(self, sizes: Sequence[int], calmed: Sequence[str]) -> list[Sums]:
+        return [
+            sums_of(read_loss(one, lambda size=size: size, False), isinstance(one, Tensor), size)
+            for one, size in zip(self.returned(sizes, calmed), sizes, strict=True)
+        ]
 
     def twice(self, calmed: Sequence[str]) -> tuple[float, float, Sequence[str]]:
         """Return the loss of the first piece, its loss in a second pass of the same model, and the

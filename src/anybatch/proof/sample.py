@@ -77,6 +77,11 @@ class Sample:
         """Return the same samples, with pieces sliced from the whole batch."""
         return replace(self, once=True)
 
+    def repeated(self) -> Sample:
+        """Return the same samples, each twice."""
+        order = self.order.repeat(2)
+        return Sample(self.fetch([Piece(0, order)]), order, self.fetch)
+
     def _piece(self, start: int, stop: int) -> object:
         if self.once or stop - start == self.size:
             return self.batch if stop - start == self.size else slice_batch(self.batch, start, stop)

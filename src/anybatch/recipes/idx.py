@@ -1,9 +1,9 @@
-"""Reader of IDX, the file format of MNIST. Files are read from a local folder, never downloaded.
+"""Reader of IDX, the file format of MNIST, as far as MNIST uses it. Files are read from a local folder,
+never downloaded.
 
 The format (http://yann.lecun.com/exdb/mnist, "The IDX file format"), big-endian throughout:
 
-    offset 0       two zero bytes
-    offset 2       type of the values:  08 ubyte  09 byte  0B short  0C int  0D float  0E double
+    offset 0       00 00 08: two zero bytes, and the type of the values, unsigned bytes
     offset 3       D, the number of dimensions
     offset 4       D sizes, four bytes each
     offset 4+4D    the values, last dimension fastest
@@ -12,7 +12,6 @@ The format (http://yann.lecun.com/exdb/mnist, "The IDX file format"), big-endian
 from __future__ import annotations
 
 import gzip
-import math
 import struct
 import zlib
 from pathlib import Path
@@ -24,46 +23,31 @@ from torch import Tensor
 
 from anybatch.errors import InputError
 
-_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _SPLITS = {"train": ("train",), "test": ("t10k", "test")}
 _KINDS = {"images": ("idx3-ubyte", 3), "labels": ("idx1-ubyte", 1)}
 
 
 def read_idx(path: Path) -> Tensor:
-    """Reads the array in an IDX file, with its shape and type, onto the CPU. Gzip is detected from the
-    content.
+    """Reads the array of unsigned bytes in an IDX file onto the CPU. Gzip is detected from the content.
 
-    Raises `InputError` with the file, the offset (in uncompressed bytes) and the fault.
+    Raises `InputError` with the file and the fault.
     """
     try:
         content = path.read_bytes()
         if content.startswith(b"\x1f\x8b"):
             content = gzip.decompress(content)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise InputError(f"{path} is an unreadable gzip file ({error}): fetch it again.") from error
+        if content[:3] != b"\0\0\x08":
+            raise ValueError(f"it begins with {content[:3].hex(' ')!r}, and not with '00 00 08'")
+        sizes = struct.unpack_from(f">{content[3]}I", content, 4)
+        values = np.frombuffer(content, np.uint8, offset=4 + 4 * len(sizes)).reshape(sizes)
+    except (ValueError, IndexError, struct.error, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InputError(
+            f"{path} is not a whole IDX file of unsigned bytes ({error}): fetch it again, or give a"
+            " file in the format of MNIST."
+        ) from error
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}): give an IDX file.") from error
-    if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _TYPES or content[3] == 0:
-        raise InputError(
-            f"{path} is not an IDX file: at byte offset 0 it has {content[:4].hex(' ').upper()!r},"
-            " where two zero bytes, a type of value (08, 09, 0B, 0C, 0D or 0E) and the number of"
-            " dimensions (at least 1) belong; give a file in the format of MNIST."
-        )
-    dtype, start = np.dtype(_TYPES[content[2]]), 4 + 4 * content[3]
-    sizes = struct.unpack_from(f">{content[3]}I", content, 4) if len(content) >= start else ()
-    whole = start + math.prod(sizes) * dtype.itemsize if sizes else start
-    if len(content) != whole or not sizes:
-        is_short = len(content) < whole
-        raise InputError(
-            f"{path} is {'truncated' if is_short else 'too long'}: its head of {content[3]} dimensions,"
-            f" {' x '.join(map(str, sizes)) or 'cut off'}, ends at offset {start}, and its values at"
-            f" {whole}, but it has {len(content)} bytes; fetch it again."
-        )
-    try:
-        values = np.frombuffer(content, dtype, offset=start).reshape(sizes)
-    except ValueError as error:  # too many dimensions, or too large empty ones, for numpy
-        raise InputError(f"{path} has an array that cannot be held: {error}.") from error
-    return torch.from_numpy(values.astype(dtype.newbyteorder("="), copy=True))
+    return torch.from_numpy(values.copy())
 
 
 class Folder(NamedTuple):

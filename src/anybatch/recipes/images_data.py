@@ -77,7 +77,10 @@ class RandomCrop:
             if across <= width and down <= height:
                 left, top = x * (width - across), y * (height - down)
                 return left, top, left + across, top + down
-        return centred(width, height, 1.0)
+        # The image is so long that no drawn shape fits: the middle, of the least area.
+        across = min(width, max(height, self.smallest * width))
+        down = min(height, max(width, self.smallest * height))
+        return (width - across) / 2, (height - down) / 2, (width + across) / 2, (height + down) / 2
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def text(
         global_batch: windows per optimizer step.
         epochs: passes over the text.
         steps: optimizer steps, in place of epochs.
-        data: file or folder of text (UTF-8). Default: the sources of Python's standard library.
+        data: file or folder of text. Default: the sources of Python's standard library.
         limit: maximum size of the text to read, such as 64MiB.
         context: tokens per window.
         width: size of the hidden vectors between blocks.

@@ -12,12 +12,11 @@ So every token but the first is predicted exactly once, and no window depends on
 
 from __future__ import annotations
 
-import codecs
 import os
 import platform
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,7 +41,7 @@ _NOT_THE_LIBRARY = ("site-packages", "dist-packages", "test", "tests", "idle_tes
 
 
 class Text(NamedTuple):
-    """Training and held-out texts in UTF-8, and a description of their origin."""
+    """Training and held-out texts, and a description of their origin."""
 
     train: list[bytes]
     held_out: list[bytes]
@@ -103,37 +102,44 @@ def read(data: Path | None, limit: int) -> Text:
     """Reads the first `limit` bytes of text in `data`, and splits off the held-out part.
 
     The files of a folder are read by depth, then by path. Hidden files are skipped; files that are not
-    text (UTF-8 without zero bytes) are skipped with a warning that names them. If `data` is None, the
-    sources of Python's standard library are read, without its tests.
+    text (they have a zero byte) or cannot be read are skipped with a warning that names some of them.
+    If `data` is None, the sources of Python's standard library are read, without its tests.
 
-    Raises `InputError` if the file or folder does not exist, has no text, or the file is not text.
+    Raises `InputError` if the file or folder does not exist or has no text.
     """
-    if data is None:
-        folder = Path(sysconfig.get_paths()["stdlib"])
-        texts, _ = _read_folder(folder, limit, library=True)
-        if not texts:
-            raise InputError(
-                f"the recipe 'text' reads the sources of Python's library, but {str(folder)!r} has"
-                " none: give a file or folder of text (-s data=PATH)."
-            )
-        return _divided(texts, f"the library of Python {platform.python_version()}")
-    if not data.is_dir():
-        return _divided([_read_file(data, limit)], str(data))
-    texts, left_out = _read_folder(data, limit, library=False)
+    root = Path(sysconfig.get_paths()["stdlib"]) if data is None else data
+    texts: list[bytes] = []
+    left_out: list[str] = []
+    for path in _files(root, library=data is None):
+        if limit <= 0:
+            break
+        try:
+            with path.open("rb") as file:
+                text = file.read(limit)
+        except OSError:
+            text = b"\0"
+        if b"\0" in text:
+            left_out.append(str(path.relative_to(root)) if path != root else path.name)
+            continue
+        limit -= len(text)
+        texts += [text] if text else []
+    skipped = f"{len(left_out)} file{'s' if len(left_out) > 1 else ''} left out" if left_out else ""
     if not texts:
-        raise InputError(
-            f"the folder {str(data)!r} has no text in it: give a folder with files of text (UTF-8;"
-            " hidden ones are left out), or one such file."
+        fault = (
+            "has no text in it" if root.exists() else f"does not exist (looked from {os.getcwd()})"
         )
-    if not left_out:
-        return _divided(texts, str(data))
-    count = f"{len(left_out)} file{'s' if len(left_out) > 1 else ''} left out"
-    warnings.warn(
-        f"{count} of {str(data)!r}, for not being text in UTF-8 or not to be read:"
-        f" {some(left_out)}.",
-        stacklevel=3,
-    )
-    return _divided(texts, f"{data} ({count})")
+        raise InputError(
+            f"the data {str(root)!r} {fault}{f' ({skipped})' if skipped else ''}: give a file with"
+            " text, or a folder of such files (-s data=PATH); hidden files, and files with zero bytes,"
+            " are left out."
+        )
+    if skipped and data is not None:
+        warnings.warn(
+            f"{skipped} of {str(root)!r}, for not being text or not to be read: {some(left_out)}.",
+            stacklevel=3,
+        )
+    name = f"the library of Python {platform.python_version()}" if data is None else str(root)
+    return _divided(texts, f"{name} ({skipped})" if skipped and data is not None else name)
 
 
 def _divided(texts: list[bytes], origin: str) -> Text:
@@ -154,70 +160,14 @@ def _divided(texts: list[bytes], origin: str) -> Text:
     return Text(train, held_out, f"{format_bytes(size)} of {origin}; held out: the last {held}")
 
 
-# ------------------------------------------------------------------------------------------- files
-
-
-class _NotText(Exception):
-    """Raised for a file that is not text, with the reason."""
-
-
-def _read_file(path: Path, limit: int) -> bytes:
-    if not path.is_file():
-        what = "is neither a file nor a folder" if path.exists() else "does not exist"
-        raise InputError(
-            f"the data {str(path)!r} {what} (looked from {os.getcwd()}): give a file or folder of text."
-        )
-    try:
-        text = _beginning(path, limit)
-    except OSError as error:
-        raise InputError(f"the file {str(path)!r} cannot be read: {error.strerror}.") from None
-    except _NotText as error:
-        raise InputError(
-            f"the file {str(path)!r} is not text: {error}; give a file in UTF-8."
-        ) from None
-    if not text:
-        raise InputError(f"the file {str(path)!r} is empty: give one with text in it.")
-    return text
-
-
-def _read_folder(folder: Path, limit: int, library: bool) -> tuple[list[bytes], list[str]]:
-    """Reads the first `limit` bytes of text in the files of `folder`, by depth and then by path.
-    Returns the texts and the names of the files that are not text or cannot be read."""
-    texts: list[bytes] = []
-    left_out: list[str] = []
-    for path in sorted(_walk(folder, library), key=lambda path: (len(path.parts), path.parts)):
-        if limit <= 0:
-            break
-        try:
-            text = _beginning(path, limit)
-        except (OSError, _NotText):
-            left_out.append(str(path.relative_to(folder)))
-            continue
-        limit -= len(text)
-        texts += [text] if text else []
-    return texts, left_out
-
-
-def _walk(folder: Path, library: bool) -> Iterator[Path]:
-    left_out = _NOT_THE_LIBRARY if library else ()
-    for place, folders, files in os.walk(folder):
+def _files(root: Path, library: bool) -> list[Path]:
+    """Returns `root` if it is a file, or the files in it, by depth and then by path."""
+    if root.is_file():
+        return [root]
+    found: list[Path] = []
+    for place, folders, files in os.walk(root):
+        left_out = _NOT_THE_LIBRARY if library else ()
         folders[:] = [it for it in folders if not it.startswith(".") and it not in left_out]
-        for name in files:
-            path = Path(place, name)
-            named = name.endswith(".py") if library else not name.startswith(".")
-            if named and path.is_file():  # not a pipe, which would block
-                yield path
-
-
-def _beginning(path: Path, limit: int) -> bytes:
-    """Reads the first `limit` bytes of a file. Raises `OSError` or `_NotText`."""
-    with path.open("rb") as file:
-        text = file.read(limit)
-        is_whole = not file.read(1)
-    if b"\0" in text:
-        raise _NotText(f"a zero byte at offset {text.index(0)}")
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(text, final=is_whole)
-    except UnicodeDecodeError as error:
-        raise _NotText(f"the byte {text[error.start]:#04x} at offset {error.start}") from None
-    return text
+        named = (it for it in files if (it.endswith(".py") if library else not it.startswith(".")))
+        found += filter(Path.is_file, (Path(place, it) for it in named))  # a pipe would block
+    return sorted(found, key=lambda path: (len(path.parts), path.parts))

@@ -59,14 +59,14 @@ def memory(plan: Plan, measured_bytes: int | None) -> Figure | None:
     said: list[str] = []
     end = 0
     for kind, size, color in parts:
-        traces.append(bar(kind, len(rows), end / scale, (end + size) / scale, size, color))
+        traces.append(_bar(kind, len(rows), end / scale, (end + size) / scale, size, color))
         end += size
     if parts:
         rows.append("predicted")
         said.append(f"predicted peak {format_bytes(end)}")
     if measured_bytes:
         size = measured_bytes
-        traces.append(bar("measured peak", len(rows), 0, size / scale, size, "--ink-2"))
+        traces.append(_bar("measured peak", len(rows), 0, size / scale, size, "--ink-2"))
         rows.append("measured")
         said.append(f"measured peak {format_bytes(size)}")
     if budget:
@@ -75,20 +75,20 @@ def memory(plan: Plan, measured_bytes: int | None) -> Figure | None:
     return Figure(
         *("memory", "Memory", alt[0].upper() + alt[1:], traces),
         x=Axis(unit, (0, 1.06 * most / scale)),
-        y=row_axis(rows),
+        y=_row_axis(rows),
         marks=[Mark("x", budget / scale, "--red", name)] if is_shown else [],
         height=210,
         legend=False,
     )
 
 
-def bar(name: str, row: int, begin: float, end: float, num_bytes: int, color: str) -> Trace:
+def _bar(name: str, row: int, begin: float, end: float, num_bytes: int, color: str) -> Trace:
     """One bar of bytes."""
     text = [f"{name}: {format_bytes(num_bytes)}"]
     return Trace(name, [rounded(end)], [row], color, "bars", [rounded(begin)], text)
 
 
-def row_axis(names: Sequence[str]) -> Axis:
+def _row_axis(names: Sequence[str]) -> Axis:
     """A y axis of rows with these names, the first at the top."""
     last = max(0, len(names) - 1)
     return Axis(range=(last + 0.5, -0.5), ticks=list(enumerate(names)), grid=False)

@@ -24,14 +24,12 @@ from typing import Any, Self
 
 from anybatch.errors import InputError
 from anybatch.events import (
-    CompileDecided,
     Evaluated,
     Event,
     Replanned,
     RunEnded,
     RunStarted,
     StepDone,
-    Tried,
 )
 from anybatch.plans import Plan
 from anybatch.process.locks import kept_by_one
@@ -327,10 +325,8 @@ def _told_by(folder: Path) -> _Told:
     for event in iterate(folder / EVENTS_FILE, every_step=False):
         if isinstance(event, RunStarted):
             told.started = event
-        if isinstance(event, RunStarted | Replanned | CompileDecided):
+        if isinstance(event, RunStarted | Replanned):
             told.plan = event.plan
-        elif isinstance(event, Tried) and (plan := told.plan) is not None:
-            told.plan = dict(plan, rivals=())  # their times are known now
         elif isinstance(event, StepDone | Evaluated):
             told.step, told.epoch = event.step, event.epoch
         elif isinstance(event, RunEnded):

@@ -1,20 +1,21 @@
 """The modules of a model as a table of rows that stays readable for deep models.
 
-Alike blocks are merged into one row with their sums, and the contents of one of them are shown:
+Alike blocks, and what they contain, are one row with the sums over all of them:
 
     emb                      147 MiB
-    blocks.0-11 (12 alike)   972 MiB     sum of all blocks
-      blocks.0              81.0 MiB     one block, and its modules
-        qkv                 20.3 MiB
-        ...
+    blocks.* (12 alike)      972 MiB
+      qkv                    243 MiB
+      ...
     head                     147 MiB
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from anybatch.estimate.ledger import LayerBytes, Ledger
@@ -31,8 +32,11 @@ PARTS = (
 ROWS = 30
 """Maximum number of rows if no depth is given: levels are expanded as long as they fit."""
 
-_ALIKE = 0.02
-"""Maximum relative difference in bytes between blocks of the same structure that count as alike."""
+_Key: TypeAlias = tuple[tuple[str, str, str], ...]
+"""Name, type and bytes of a module, preceded by those of the modules that contain it."""
+
+_ITSELF = "", "", ""
+"""Last part of the key of what a module has besides its submodules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +44,11 @@ class Row:
     """One row of the table.
 
     Attributes:
-        name: name of a module, or of several alike modules.
-        depth: indentation level.
+        name: name of a module inside that of the row above, or of several alike modules.
+        depth: indentation level. The bytes of a row include those of the deeper rows below it.
         type_name: the module's class.
         output: shape of the module's output; empty if unknown.
         sizes: bytes in the order of `PARTS`.
-        is_part: whether its bytes are also included in a row above.
     """
 
     name: str
@@ -53,7 +56,6 @@ class Row:
     type_name: str
     output: str
     sizes: tuple[int, ...]
-    is_part: bool
 
     @property
     def total_bytes(self) -> int:
@@ -61,32 +63,14 @@ class Row:
         return sum(self.sizes)
 
 
-@dataclass(slots=True)
-class _Node:
-    """A module, or several alike modules, with its submodules."""
-
-    name: str
-    type_name: str
-    own: LayerBytes | None = None
-    children: list[_Node] = field(default_factory=list)
-    alike: int = 1
-    sizes: tuple[int, ...] = ()
-    structure: tuple[object, ...] = ()
-
-    @property
-    def total(self) -> int:
-        return sum(self.sizes)
-
-
 def rows_of(ledger: Ledger, depth: int | None = None) -> list[Row]:
     """The layers of `ledger`, expanded to `depth` levels; None: as many levels as fit in `ROWS` rows,
     at least one."""
-    root = _tree(ledger)
     if depth is not None:
-        return list(_rows(root, depth))
-    found = list(_rows(root, depth=1))
+        return _rows(ledger, depth)
+    found = _rows(ledger, 1)
     for level in range(2, 10):
-        deeper = list(_rows(root, level))
+        deeper = _rows(ledger, level)
         if len(deeper) > ROWS:
             break
         found = deeper
@@ -96,126 +80,71 @@ def rows_of(ledger: Ledger, depth: int | None = None) -> list[Row]:
 def every_row(ledger: Ledger) -> list[Row]:
     """One row for every module with bytes of its own; alike modules are not merged."""
     return [
-        Row(
-            _name(layer.name, layer.type_name),
-            0,
-            layer.type_name,
-            _shape(layer),
-            _sizes(layer),
-            False,
-        )
-        for layer in ledger.layers
+        Row(_name(one.name, one.type_name), 0, one.type_name, _shape(one), _sums([one]))
+        for one in ledger.layers
     ]
 
 
 def total_row(ledger: Ledger) -> Row:
     """The sum of all layers."""
-    return Row("all layers", 0, "", "", _sums(map(_sizes, ledger.layers)), False)
+    return Row("all layers", 0, "", "", _sums(ledger.layers))
 
 
-# ------------------------------------------------------------------------------------------- tree
+def numbered(name: str, is_block: bool = False) -> str:
+    """`name` with `*` for the numbers of blocks: `blocks.*.up`. The number of a layer itself is kept,
+    unless it `is_block`, which contains others."""
+    return re.sub(r"(?<![^.])\d+(?=\.)", "*", f"{name}." if is_block else name).rstrip(".")
 
 
-def _tree(ledger: Ledger) -> _Node:
-    own = {layer.name: layer for layer in ledger.layers}
-    types = ledger.modules
-    root = _Node(".", types.get(".", ""), own.get("."))
-    nodes = {".": root}
-    for name in dict.fromkeys([*types, *own]):
-        if name == ".":
-            continue
-        for end in _prefixes(name):
-            if end not in nodes:
-                layer = own.get(end)
-                kind = types.get(end) or (layer.type_name if layer else "")
-                nodes[end] = _Node(end, kind, layer)
-                above = end.rpartition(".")[0] or "."
-                nodes[above].children.append(nodes[end])
-    _fold(root)
-    return root
+def _rows(ledger: Ledger, depth: int) -> list[Row]:
+    """The rows of `depth` levels. Modules are alike if their names differ in numbers of blocks only,
+    and they have the same type and nearly the same bytes, as have the modules that contain them."""
+    layers = {layer.name: layer for layer in ledger.layers}
+    blocks = {name.rpartition(".")[0] for name in (*ledger.modules, *layers)}
+    paths = {name: _path(name, name in blocks) for name in layers}
+    total: Counter[str] = Counter()
+    for name, path in paths.items():
+        total.update(dict.fromkeys(path, layers[name].total_bytes))
+    groups: dict[_Key, dict[str, list[LayerBytes]]] = {}
+    for name, path in paths.items():
+        key: _Key = ()
+        for part in path[:depth]:
+            alike = (
+                numbered(part, part in blocks),
+                ledger.modules.get(part, ""),
+                f"{total[part]:.1e}",
+            )
+            key = (*key, alike)
+            groups.setdefault(key, {}).setdefault(part, []).append(layers[name])
+        if name in blocks and len(path) < depth:
+            groups.setdefault((*key, _ITSELF), {}).setdefault(name, []).append(layers[name])
+    first = {key: number for number, key in enumerate(groups)}
+    order = sorted(groups, key=lambda key: [first[key[: i + 1]] for i in range(len(key))])
+    return [_row(key, groups[key], groups.get(key[:-1], {"": []})) for key in order]
 
 
-def _prefixes(name: str) -> Iterator[str]:
-    parts = name.split(".")
-    return (".".join(parts[: i + 1]) for i in range(len(parts)))
+def _row(
+    key: _Key, names: Mapping[str, list[LayerBytes]], above: Mapping[str, list[LayerBytes]]
+) -> Row:
+    """The row of alike modules, inside the modules `above`."""
+    (name, inside), (outer, *_) = next(iter(names.items())), above
+    own = next((layer for layer in inside if layer.name == name), None)
+    kind = key[-1][1] or (own.type_name if own else "")
+    title = name.removeprefix(f"{outer}.")
+    if key[-1] is _ITSELF or name == ".":
+        title = "itself" if outer else _name(name, kind)
+    elif len(names) > len(above):
+        title = f"{numbered(title, True)} ({len(names)} alike)"
+    sizes = _sums(layer for layers in names.values() for layer in layers)
+    return Row(title, len(key) - 1, kind, _shape(own), sizes)
 
 
-def _fold(node: _Node) -> None:
-    """Sum bytes bottom up, drop modules without bytes, and merge alike ones."""
-    for child in node.children:
-        _fold(child)
-    children = [child for child in node.children if child.own or child.children]
-    node.sizes = _sums([*([_sizes(node.own)] if node.own else []), *(c.sizes for c in children)])
-    node.structure = (
-        node.type_name,
-        node.own.num_parameters if node.own else 0,
-        *((c.name.rpartition(".")[2], c.alike, c.structure) for c in children),
-    )
-    node.children = list(_grouped(children))
-
-
-def _grouped(nodes: Sequence[_Node]) -> Iterator[_Node]:
-    """`nodes`, with consecutive alike nodes merged into one."""
-    begin = 0
-    for i in range(1, len(nodes) + 1):
-        if i < len(nodes) and _are_alike(nodes[begin], nodes[i]):
-            continue
-        run = nodes[begin:i]
-        if len(run) == 1:
-            yield run[0]
-        else:
-            first, last = run[0], run[-1]
-            name = f"{first.name}-{last.name.rpartition('.')[2]}"
-            sizes = _sums(node.sizes for node in run)
-            structure = (len(run), first.structure)
-            yield _Node(name, first.type_name, None, [first], len(run), sizes, structure)
-        begin = i
-
-
-def _are_alike(one: _Node, other: _Node) -> bool:
-    """Whether two neighbors are numbered and have the same structure and nearly the same bytes. Layers
-    without children are never merged."""
-    if not (one.children and other.children):
-        return False
-    numbered = all(node.name.rpartition(".")[2].isdigit() for node in (one, other))
-    slack = _ALIKE * max(one.total, other.total)
-    near = all(abs(a - b) <= slack for a, b in zip(one.sizes, other.sizes, strict=True))
-    return numbered and near and one.structure == other.structure
-
-
-# ------------------------------------------------------------------------------------------- rows
-
-
-def _passed(node: _Node) -> _Node:
-    """The node shown for `node` in a table: a node without bytes of its own and with a single child is
-    replaced by that child."""
-    while node.own is None and node.alike == 1 and len(node.children) == 1:
-        node = node.children[0]
-    return node
-
-
-def _rows(node: _Node, depth: int, level: int = 0, above: str = ".") -> Iterator[Row]:
-    """The row of `node`, and the rows of `depth` levels inside it. The root has no row."""
-    is_root = node.name == "."
-    if not is_root:
-        yield _row(node, level, above, bool(level))
-        level += 1
-    if not depth:
-        return
-    if node.own is not None and node.children:
-        own = node.own
-        name = _name(own.name, own.type_name) if is_root else "itself"
-        yield Row(name, level, own.type_name, _shape(own), _sizes(own), level > 0)
-    for child in node.children:
-        yield from _rows(_passed(child), depth - 1, level, node.name)
-
-
-def _row(node: _Node, depth: int, above: str, is_part: bool) -> Row:
-    inside_group = above != "." and node.name.startswith(f"{above}.")
-    name = node.name[len(above) + 1 :] if inside_group else node.name
-    if node.alike > 1:
-        name = f"{name} ({node.alike} alike)"
-    return Row(name, depth, node.type_name, _shape(node.own), node.sizes, is_part)
+def _path(name: str, is_block: bool) -> list[str]:
+    """`h.0.mlp.up` to `h.0`, `h.0.mlp`, `h.0.mlp.up`: a number of a block is no level of its own."""
+    if name == ".":
+        return [name]
+    parts = re.split(r"\.(?!\d+(?:\.|$))" if is_block else r"\.(?!\d+\.)", name)
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 def _name(name: str, type_name: str) -> str:
@@ -226,10 +155,6 @@ def _shape(layer: LayerBytes | None) -> str:
     return "x".join(map(str, layer.output_shape)) if layer and layer.output_shape else ""
 
 
-def _sizes(layer: LayerBytes) -> tuple[int, ...]:
-    return tuple(getattr(layer, name) for _, name in PARTS)
-
-
-def _sums(sizes: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    every = list(sizes)
-    return tuple(map(sum, zip(*every, strict=True))) if every else (0,) * len(PARTS)
+def _sums(layers: Iterable[LayerBytes]) -> tuple[int, ...]:
+    every = list(layers)
+    return tuple(sum(getattr(one, name) for one in every) for _, name in PARTS)

@@ -1,12 +1,11 @@
-"""Figures of a ledger: bytes over one step, by kind, and by layer."""
+"""The figure of a ledger: bytes over one step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from anybatch.report.figures import bar, byte_scale, rounded, row_axis
-from anybatch.report.layers import PARTS, rows_of
+from anybatch.report.figures import byte_scale, rounded
 from anybatch.report.memory import where
 from anybatch.report.plot import Axis, Figure, Mark, Trace
 from anybatch.units import format_bytes
@@ -30,8 +29,6 @@ _KIND_COLORS = {  # from the bottom of the figure up: constant, growing, tempora
     "temporary": "--moss",
     "kernels' scratch": "--moss-faint",
 }
-_PART_COLORS = ("--blue", "--teal", "--violet", "--blue-faint", "--amber")  # of `PARTS`
-_MAX_BARS = 30
 _LEAST_SHOWN = 0.002
 """Kinds that never exceed this fraction of the peak are not drawn."""
 
@@ -76,46 +73,6 @@ def over_time(ledger: Ledger, budget: int | None) -> Figure:
     x_axis = Axis("operations of one step", ticks=_names(phases), grid=False)
     axes = x_axis, Axis(unit, (0, most or 1.0))
     return Figure("curve", "Memory over one step", f"{said}.", traces, *axes, marks, height=460)
-
-
-def by_kind(ledger: Ledger) -> Figure:
-    """A figure of the bytes by kind at the peak."""
-    kinds = sorted(((size, kind) for kind, size in ledger.by_kind.items() if size), reverse=True)
-    scale, unit = byte_scale(max([1, *(size for size, _ in kinds)]))
-    bars = [
-        bar(kind, row, 0, size / scale, size, _KIND_COLORS.get(kind, "--grey"))
-        for row, (size, kind) in enumerate(kinds)
-    ]
-    largest = ", ".join(f"{kind} {format_bytes(size)}" for size, kind in kinds[:3])
-    axes = Axis(unit, from_zero=True), row_axis([kind for _, kind in kinds])
-    height = 90 + 26 * len(kinds)
-    return Figure("kinds", "By kind", f"{largest}.", bars, *axes, height=height, legend=False)
-
-
-def by_layer(ledger: Ledger) -> Figure:
-    """A figure of the bytes by layer, with alike layers merged; only the largest if there are many."""
-    rows = [row for row in rows_of(ledger, 1) if not row.is_part]
-    kept = sorted(rows, key=lambda row: -row.total_bytes)[:_MAX_BARS]
-    shown = [row for row in rows if row in kept]
-    scale, unit = byte_scale(max([1, *(row.total_bytes for row in shown)]))
-    bars = [
-        Trace(
-            title,
-            x=[rounded(sum(row.sizes[: part + 1]) / scale) for row in shown],
-            y=list(range(len(shown))),
-            color=_PART_COLORS[part],
-            kind="bars",
-            low=[rounded(sum(row.sizes[:part]) / scale) for row in shown],
-            text=[f"{row.name}, {title}: {format_bytes(row.sizes[part])}" for row in shown],
-        )
-        for part, (title, _) in enumerate(PARTS)
-        if any(row.sizes[part] for row in shown)
-    ]
-    alt = "Every layer, alike ones together."
-    if len(shown) < len(rows):
-        alt = f"The {len(shown)} largest of {len(rows)}."
-    axes = Axis(unit, from_zero=True), row_axis([row.name for row in shown])
-    return Figure("layers", "By layer", alt, bars, *axes, height=120 + 24 * len(shown))
 
 
 def _hover(moment: Moment) -> str:

@@ -29,6 +29,9 @@ _LONGEST_LINE = 1 << 22
 _STEP = f'{{"kind": "{StepDone.kind}",'.encode()
 """Prefix of the line of a `StepDone` event."""
 
+_REMOVED = tuple(f'{{"kind": "{kind}",'.encode() for kind in ("tried", "compile_decided"))
+"""Prefixes of lines that earlier releases wrote and that are skipped."""
+
 
 class EventLog:
     """A sink that appends every event to the file `path`.
@@ -79,6 +82,8 @@ def iterate(path: str | os.PathLike[str], every_step: bool = True) -> Iterator[E
         with Path(path).open("rb") as file:
             numbered = enumerate(file, start=1)
             for number, line in numbered if every_step else _last_steps(numbered):
+                if line.startswith(_REMOVED):
+                    continue
                 event = _parsed(line)
                 if isinstance(event, Event):
                     yield event
@@ -204,6 +209,8 @@ def _follow(
                     *lines, rest = file.read().split(b"\n")
                     place = file.tell() - len(rest)
                 for line in lines:
+                    if line.startswith(_REMOVED):
+                        continue
                     event = from_json(line.decode())
                     for sink in sinks:
                         try:

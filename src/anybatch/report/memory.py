@@ -3,7 +3,6 @@ HTML page by `memory_page`."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console, Group, RenderableType
 
 from anybatch.plans import Plan
-from anybatch.report.layers import PARTS, Row, every_row, rows_of, total_row
+from anybatch.report.layers import PARTS, Row, every_row, numbered, rows_of, total_row
 from anybatch.report.plot import Figure
 from anybatch.report.tables import Content, Table, bullets, pairs, print_section, printed
 from anybatch.units import format_bytes, format_seconds
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
     from anybatch.estimate.ledger import Holding, Ledger, Moment
     from anybatch.planner.knobs import Knob
 
-OVER_TIME, BY_KIND, BY_LAYER = "Over one step", "When most is in use, by kind", "By layer"
-"""Titles of the sections to which the page adds a figure."""
+OVER_TIME, BY_LAYER = "Over one step", "By layer"
+"""Titles of the sections to which the page adds a figure, and a table of every layer."""
 
 _MAX_HELD = 12
 _NARROW, _WIDE = 76, 112
@@ -100,7 +99,7 @@ def sections_of(
         Section(f"Memory of a step of {plan.task.name}", table=_assumptions(plan, ledger)),
         Section("Most bytes at any time", table=_totals(plan, ledger)),
         Section(BY_LAYER, table=by_layer),
-        Section(BY_KIND, table=_kinds(ledger)),
+        Section("When most is in use, by kind", table=_kinds(ledger)),
     ]
     if ledger.held:
         sections.append(Section("When most is in use, the largest", table=_held(ledger.held)))
@@ -198,7 +197,7 @@ def _together(held: Sequence[Holding]) -> list[Holding]:
     """Holdings, with those of alike layers merged, largest first: `blocks.*.up (12 alike)`."""
     alike: dict[tuple[str, str, int, int], list[Holding]] = {}
     for one in held:
-        name = re.sub(r"(?<![^.])\d+(?![^.])", "*", one.module)
+        name = numbered(one.module)
         alike.setdefault((one.kind, name, one.num_bytes, one.num_blocks), []).append(one)
     lines = [
         ones[0]

@@ -14,7 +14,6 @@ from anybatch.report import figures, ledger_figures
 from anybatch.report.choice_table import table_of, with_plan
 from anybatch.report.layers import every_row, rows_of
 from anybatch.report.memory import (
-    BY_KIND,
     BY_LAYER,
     OVER_TIME,
     Section,
@@ -45,16 +44,12 @@ def write_ledger(
         ("activations", format_bytes(ledger.activation_bytes), "when forward ends"),
         ("micro-batch", format_count(ledger.micro_batch), f"of {plan.task.global_batch:,} samples"),
     ]
-    drawn = {
-        OVER_TIME: ledger_figures.over_time(ledger, plan.budget_bytes),
-        BY_KIND: ledger_figures.by_kind(ledger),
-        BY_LAYER: ledger_figures.by_layer(ledger),
-    }
+    over_time = ledger_figures.over_time(ledger, plan.budget_bytes)
     every = f"Every layer ({len(ledger.layers):,})", layers(every_row(ledger), ledger)
     sections = [
         replace(
             section,
-            figures=[drawn[section.title]] if section.title in drawn else (),
+            figures=[over_time] if section.title == OVER_TIME else (),
             more=every if section.title == BY_LAYER else None,
         )
         for section in sections_of(plan, ledger, knobs, layers(rows_of(ledger), ledger))

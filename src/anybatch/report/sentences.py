@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from anybatch.events import (
     CheckpointFailed,
     CheckpointSaved,
-    CompileDecided,
     Evaluated,
     Event,
     OutOfMemory,
@@ -25,7 +23,6 @@ from anybatch.events import (
     Starved,
     StepDone,
     Straggler,
-    Tried,
     whereabouts,
 )
 from anybatch.process.threads import MOST_IDLE
@@ -54,10 +51,6 @@ def describe(event: Event) -> str:
                 f"New plan from step {format_count(event.step)} on ({event.reason.rstrip('.')}):"
                 f" {event.after}; before: {event.before}."
             )
-        case Tried():
-            return _tried(event)
-        case CompileDecided():
-            return _compile_decided(event)
         case Overflowed():
             return (
                 f"Gradients overflowed in step {format_count(event.step)}: it is redone with loss"
@@ -125,40 +118,6 @@ def going_on(event: Resumed) -> str:
 def passed_over(event: Resumed) -> list[str]:
     """A sentence for each newer checkpoint that was not used to resume the run."""
     return [f"{sentence[:1].upper()}{sentence[1:]}" for sentence in event.passed_over]
-
-
-def _tried(event: Tried) -> str:
-    """List the choices, fastest first. Times are of the passes of a step, since the update is the same
-    for all."""
-    known = zip(event.choices, event.pass_seconds, strict=True)
-    times = [(seconds, choice) for choice, seconds in known if seconds is not None]
-    told = [f"{choice} {format_seconds(seconds)}" for seconds, choice in sorted(times)]
-    if len(event.choices) == 1 and times:
-        return (
-            f"Timed the plan for {format_seconds(event.seconds)}: the passes of a step take"
-            f" {format_seconds(times[0][0])}."
-        )
-    rest = len(event.choices) - len(told)
-    more = f"; {rest} far slower or too large" if rest else ""
-    return (
-        f"Timed {counted(len(event.choices), 'plan')} for {format_seconds(event.seconds)}, the passes"
-        f" of a step each: {'; '.join(told)}{more}. Taken: {event.taken}."
-    )
-
-
-def _compile_decided(event: CompileDecided) -> str:
-    """State the decision, with both times if both variants were timed."""
-    reason = event.reason.rstrip(".")
-    if event.plain_seconds is None or event.compiled_seconds is None:
-        how = "are compiled" if event.compiled else "are not compiled"
-        return f"The blocks {how}{': ' if reason else ''}{reason}."
-    taken = "taken" if event.compiled else "not taken"
-    why = f", since {reason}" if reason else ""
-    return (
-        f"Compiled blocks: {format_seconds(event.compiled_seconds)} instead of"
-        f" {format_seconds(event.plain_seconds)} for the passes of a step, {taken}{why}. Trying took"
-        f" {format_seconds(event.seconds)}."
-    )
 
 
 def _starved(event: Starved) -> str:
@@ -263,15 +222,9 @@ def counted(count: int, noun: str) -> str:
     return f"{format_count(count)} {noun}{'' if count == 1 else 's'}"
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A predicted and a measured figure, as text. `error` is relative to the measured figure."""
-
-    what: str
-    predicted: str
-    measured: str
-    error: str
-    budget: str
+Comparison: TypeAlias = tuple[str, str, str, str, str]
+"""What is compared, its predicted and measured figure, the error relative to the measured one, and the
+budget, as text."""
 
 
 def compare(ended: RunEnded) -> list[Comparison]:
@@ -313,20 +266,21 @@ def compare_peak(
     predicted_bytes: int | None, measured_bytes: int | None, budget_bytes: int | None
 ) -> Comparison:
     """Compare predicted with measured peak memory. None or 0: unknown."""
-    row = _compared("peak memory", predicted_bytes or None, measured_bytes or None, format_bytes)
-    return replace(row, budget=format_bytes(budget_bytes) if budget_bytes else MISSING)
+    budget = format_bytes(budget_bytes) if budget_bytes else MISSING
+    both = predicted_bytes or None, measured_bytes or None
+    return _compared("peak memory", *both, format_bytes, budget)
 
 
 def _compared(
-    what: str, predicted: float | None, measured: float | None, form: Callable[[Any], str]
+    what: str,
+    predicted: float | None,
+    measured: float | None,
+    form: Callable[[Any], str],
+    budget: str = MISSING,
 ) -> Comparison:
-    return Comparison(
-        what=what,
-        predicted=form(predicted) if predicted is not None else MISSING,
-        measured=form(measured) if measured is not None else MISSING,
-        error=f"{predicted / measured - 1:+.1%}" if predicted and measured else MISSING,
-        budget=MISSING,
-    )
+    error = f"{predicted / measured - 1:+.1%}" if predicted and measured else MISSING
+    told = MISSING if predicted is None else form(predicted)
+    return what, told, MISSING if measured is None else form(measured), error, budget
 
 
 def _precise_seconds(seconds: float) -> str:

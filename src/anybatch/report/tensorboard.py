@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Self, final
 from anybatch.errors import InputError
 from anybatch.events import (
     CheckpointSaved,
-    CompileDecided,
     Evaluated,
     Event,
     Replanned,
@@ -218,7 +217,7 @@ class TensorBoardLog:
             _add_scalars(by_samples, _scores(group, event), self._samples_seen, event.time)
         elif not isinstance(event, CheckpointSaved):
             by_step.add_text(f"events/{event.kind}", describe(event), self._step, event.time)
-        if isinstance(event, Replanned | CompileDecided):
+        if isinstance(event, Replanned):
             self._follow(event.plan, event.time)
 
 

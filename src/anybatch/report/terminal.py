@@ -192,8 +192,7 @@ def _samples(ended: RunEnded) -> str:
 def comparison_table(rows: Iterable[Comparison]) -> Table:
     """A table of predicted and measured values, one comparison per row."""
     titles = ("predicted", "measured", "error", "budget")
-    cells = [(row.what, row.predicted, row.measured, row.error, row.budget) for row in rows]
-    return Table([("", "whole"), *((it, "number") for it in titles)], cells)
+    return Table([("", "whole"), *((it, "number") for it in titles)], [*rows])
 
 
 # ------------------------------------------------------------------------------------------ scaling

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -208,10 +206,9 @@ def test_parts_of_a_cpu_share_what_is_free():
 def test_a_budget_beyond_what_is_free_is_warned_of():
     here = Machine.here(device="cpu").device
     assert here.free_bytes is not None
-    subject: Any = SimpleNamespace(compiled=False)
     for budget, num_told in ((here.free_bytes // 2, 0), (here.free_bytes + 1, 1)):
         device = replace(here, budget_bytes=budget, limit="a limit of ours")
-        told = [n for n in budget_notices(subject, device, limited=True) if "free" in n]
+        told = [n for n in budget_notices(device, limited=True) if "free" in n]
         assert len(told) == num_told
         assert all("(a limit of ours)" in notice and "--memory" in notice for notice in told)
 

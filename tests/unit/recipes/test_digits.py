@@ -91,9 +91,24 @@ def test_mnist_is_read_from_a_folder(mnist):
     ("name", "array", "kind", "said"),
     [
         ("t10k-images-idx3-ubyte.gz", np.zeros((3, 9, 28)), (0x08, ">u1"), "28 x 28.*9 x 28"),
-        ("t10k-images-idx3-ubyte.gz", np.zeros((3, 28, 28)), (0x0D, ">f4"), "test.*float32"),
-        ("train-labels-idx1-ubyte.gz", np.full(6, -1), (0x09, ">i1"), "training labels"),
-        ("t10k-labels-idx1-ubyte.gz", np.full(3, 0.5), (0x0D, ">f4"), "test labels"),
+        (
+            "t10k-images-idx3-ubyte.gz",
+            np.zeros((3, 28, 28)),
+            (0x0D, ">f4"),
+            "t10k-images.*unsigned bytes",
+        ),
+        (
+            "train-labels-idx1-ubyte.gz",
+            np.full(6, -1),
+            (0x09, ">i1"),
+            "train-labels.*unsigned bytes",
+        ),
+        (
+            "t10k-labels-idx1-ubyte.gz",
+            np.full(3, 0.5),
+            (0x0D, ">f4"),
+            "t10k-labels.*unsigned bytes",
+        ),
     ],
 )
 def test_data_that_cannot_be_classified_is_refused(mnist, name, array, kind, said):

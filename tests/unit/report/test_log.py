@@ -187,6 +187,18 @@ def written(folder: Path, tail: bytes = b"") -> Path:
     return path
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", ["tried", "compile_decided"])
+def test_events_of_earlier_releases_are_skipped(tmp_path: Path, kind: str):
+    path, given = written(tmp_path, b'{"kind": "%s", "time": 1.0}\n' % kind.encode()), list[Event]()
+    with follow(path, [given.append]), EventLog(path) as log:
+        log(make_step(2))
+    whole = [make_start(), make_step(1), make_step(2)]
+    assert same(read(path), whole)
+    assert same(given, whole)
+    assert same([*iterate(path, every_step=False)], whole)
+
+
 # ------------------------------------------------------------------------------------- damage
 
 

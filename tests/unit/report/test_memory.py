@@ -144,22 +144,29 @@ def names(rows: Sequence[Row]) -> list[str]:
     return ["  " * row.depth + row.name for row in rows]
 
 
-def test_blocks_that_are_alike_are_one_row_and_one_of_them_is_unfolded():
+def test_blocks_that_are_alike_are_one_row_and_so_is_what_they_contain():
     found = blocks(12)
     rows = rows_of(found)
-    assert names(rows) == ["emb", "blocks.0-11 (12 alike)", "  blocks.0", "    up", "    down"]
-    whole, one = rows[1], rows[2]
-    assert whole.sizes == tuple(12 * size for size in one.sizes)
-    assert (whole.type_name, one.total_bytes) == ("Block", 2 * 16_000 + 6_100)
-    tops = sum(row.total_bytes for row in rows if not row.is_part)
+    assert names(rows) == ["emb", "blocks.* (12 alike)", "  up", "  down"]
+    whole, up, down = rows[1:]
+    assert whole.sizes == tuple(a + b for a, b in zip(up.sizes, down.sizes, strict=True))
+    assert (whole.type_name, whole.total_bytes) == ("Block", 12 * (2 * 16_000 + 6_100))
+    assert (up.type_name, up.total_bytes) == ("Linear", 12 * (16_000 + 6_000))
+    tops = sum(row.total_bytes for row in rows if not row.depth)
     assert tops == total_row(found).total_bytes == sum(each.total_bytes for each in found.layers)
+    assert rows_of(found, depth=0) == []
 
 
 def test_a_block_that_keeps_more_stands_by_itself():
     rows = rows_of(blocks(12, odd=5), depth=1)
-    assert names(rows) == ["emb", "blocks"]
-    rows = rows_of(blocks(12, odd=5), depth=2)
-    assert names(rows)[1:] == ["blocks", "  0-4 (5 alike)", "  5", "  6-11 (6 alike)"]
+    assert names(rows) == ["emb", "blocks.* (11 alike)", "blocks.5"]
+
+
+def test_bytes_of_a_block_itself_are_a_row():
+    own = [layer(0, "."), *(layer(1, f"{i}{end}") for i in range(3) for end in ("", ".up"))]
+    modules = {".": "Net", **{one.name: "Block" for one in own[1::2]}}
+    rows = rows_of(ledger(layers=own, modules=modules))
+    assert names(rows) == ["Net itself", "* (3 alike)", "  itself", "  up"]
 
 
 def test_single_layers_in_a_row_are_rows_of_their_own():
@@ -172,7 +179,7 @@ def test_a_page_of_rows_holds_every_byte(count: int):
     own = [layer(i, f"part{i}.{'x' * (i % 3 + 1)}", activation_bytes=i**3) for i in range(count)]
     found = ledger(layers=[layer(0, "emb"), *own])
     rows = rows_of(found)
-    assert sum(r.total_bytes for r in rows if not r.is_part) == total_row(found).total_bytes
+    assert sum(row.total_bytes for row in rows if not row.depth) == total_row(found).total_bytes
     assert names(every_row(found)) == [each.name for each in found.layers]
 
 
@@ -187,7 +194,7 @@ def test_what_alike_layers_hold_is_one_line():
 def test_the_terminal_unfolds_as_deep_as_asked():
     raw = io.StringIO()
     print_ledger(Console(file=raw, width=100), PLAN, blocks(3), KNOBS, depth=1)
-    assert "blocks.0-2 (3 alike)" in raw.getvalue()
+    assert "blocks.* (3 alike)" in raw.getvalue()
     assert "down" not in raw.getvalue()
     print_ledger(Console(file=raw, width=100), PLAN, blocks(3), KNOBS, every_layer=True)
     assert "blocks.2.down" in raw.getvalue()
@@ -219,7 +226,7 @@ def test_the_page_holds_every_layer_and_loads_nothing(tmp_path: Path):
     assert "default-src 'none'" in text
     assert not re.search(r'(src|href)="(?!data:)', text)
     drawn = specs(page)
-    assert drawn.keys() == {"curve", "kinds", "layers"}
+    assert drawn.keys() == {"curve"}
     traces = {trace["name"]: trace for trace in drawn["curve"]["traces"]}
     assert list(traces) == ["parameters", "activations", "held by the process", "most in use"]
     assert max(traces["held by the process"]["y"]) == pytest.approx(58)

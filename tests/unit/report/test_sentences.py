@@ -7,7 +7,7 @@ import math
 import pytest
 from tests.unit.report.fake_run import make_events, make_out_of_memory, make_step
 
-from anybatch.events import CompileDecided, Resumed, Stalled, Starved, Straggler
+from anybatch.events import Resumed, Stalled, Starved, Straggler
 from anybatch.report import describe
 from anybatch.report.sentences import format_number
 
@@ -18,47 +18,6 @@ def test_every_event_is_one_sentence():
         assert sentence[0].isupper()
         assert sentence.endswith(".")
         assert "\n" not in sentence
-
-
-@pytest.mark.parametrize(
-    ("compiled", "reason", "seconds", "told"),
-    [
-        (
-            *(True, "", (0.16, 0.131)),
-            (
-                "Compiled blocks: 131 ms instead of 160 ms for the passes of a step, taken. Trying took"
-                " 25.0 s."
-            ),
-        ),
-        (
-            *(False, "that is less than 4% faster", (0.16, 0.155)),
-            (
-                "Compiled blocks: 155 ms instead of 160 ms for the passes of a step, not taken, since"
-                " that is less than 4% faster. Trying took 25.0 s."
-            ),
-        ),
-        (
-            *(False, "there is no C++ compiler (c++): install g++", (None, None)),
-            "The blocks are not compiled: there is no C++ compiler (c++): install g++.",
-        ),
-        (
-            *(True, "that was decided before the run was resumed", (None, None)),
-            "The blocks are compiled: that was decided before the run was resumed.",
-        ),
-    ],
-)
-def test_whether_blocks_are_compiled_is_told_with_the_times(compiled, reason, seconds, told):
-    event = CompileDecided(
-        time=0.0,
-        step=1,
-        compiled=compiled,
-        reason=reason,
-        plain_seconds=seconds[0],
-        compiled_seconds=seconds[1],
-        seconds=25.0,
-        plan={},
-    )
-    assert describe(event) == told
 
 
 def test_memory_that_ran_out_in_evaluation_is_no_matter_of_the_step():
