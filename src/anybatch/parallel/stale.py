@@ -121,7 +121,6 @@ class Stale(DistributedGroup):
             self._under_way, self._is_accepted = None, False
 
     def committed(self, replica: Replica) -> None:
-        """See `Group`. Merges the buffers."""
         self._is_accepted = False
         super().committed(replica)
 
