@@ -216,7 +216,8 @@ def call(function: Callable[..., T], *args: Any, ranks: int, **options: Unpack[O
             if any(log.stat().st_size for log in orders.logs.iterdir()):
                 error.add_note(f"what ranks wrote: {orders.logs}")
             raise error
-        results = [_result(orders, ending, local) for local in sorted(ending.ends)]
+        paths = [_stem(orders, ending, local) for local in sorted(ending.ends)]
+        results = [cloudpickle.loads(one.with_suffix(".result").read_bytes()) for one in paths]
         _delete(orders.logs)
         return results
 
@@ -446,12 +447,6 @@ def _raised(orders: Orders, ending: Ending, end: End) -> Exception:
         error.__cause__ = LaunchError(f"on {who}:\n\n{told['traceback']}")
     error.add_note(f"on {who}")
     return error
-
-
-def _result(orders: Orders, ending: Ending, local: int) -> Any:
-    import cloudpickle
-
-    return cloudpickle.loads(_stem(orders, ending, local).with_suffix(".result").read_bytes())
 
 
 def _stem(orders: Orders, ending: Ending, local: int) -> Path:

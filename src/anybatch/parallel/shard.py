@@ -171,10 +171,6 @@ class Shard(DistributedGroup):
     def last_pass(self, measured: bool = False) -> AbstractContextManager[None]:
         return self._adding_up() if self._at_last else nullcontext()
 
-    def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:
-        """See `Group`. None, since a rank holds only its shard of the sums over all ranks."""
-        return None
-
     def gather(self, failed: bool) -> None:
         """See `Group`. Within a group, gradients have already been reduced in the passes."""
         self._failed = failed
