@@ -93,7 +93,7 @@ from anybatch.launch import find
 from anybatch.machine import Machine
 from anybatch.oom import is_limited
 from anybatch.parallel import Group, Replicate, SingleDevice, Wish
-from anybatch.parallel.failures import Outdated, PeerOutdated, together
+from anybatch.parallel.failures import Outdated, PeerOutdated, same_on_all, together
 from anybatch.planner import Wishes, as_measured, make_plan, untraced_plan
 from anybatch.plans import (
     Choice,
@@ -761,15 +761,7 @@ class Step:
             "the ghost batch": repr(self._ghost),
             "the number of steps done so far": str(self._num_steps),
         }
-        everyone = group.exchange(mine)
-        for what, value in everyone[0].items():
-            for rank, other in enumerate(everyone):
-                if other[what] != value:
-                    told = f" ({value} and {other[what]})" if len(value) < 80 else ""
-                    raise InputError(
-                        f"{what} of rank 0 and rank {rank} differ{told}: let all ranks run the same"
-                        " script with the same options."
-                    )
+        same_on_all(group, mine, "let all ranks run the same script with the same options")
 
     def _first_plan(self, batch: Any) -> Plan | None:
         """A plan for this rank's part; None if it is empty."""

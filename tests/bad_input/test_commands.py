@@ -521,12 +521,12 @@ LOSSES = [
     Bad(
         "last-batch-of-1",
         NORM + "CHANGES = dict(global_batch=13)\n",
-        ("last step of each epoch has 1 sample (40 = 3 x 13 + 1", "'1'", "last='drop'"),
+        ("step 4 has 1 sample", "BatchNorm '1'", "another global batch", "last='drop'"),
     ),
     Bad(
         "last-step-of-1",
         NORM + "CHANGES = dict(global_batch=13, epochs=None, samples=27)\n",
-        ("last step has 1 sample (of 27 in all, 13 per step)", "'1'"),
+        ("step 3 has 1 sample", "BatchNorm '1'", "another global batch"),
     ),
     Bad(
         "ghost-batch-of-1",

@@ -397,13 +397,13 @@ def test_after_a_failure_anywhere_the_step_is_redone(case, results):
 def test_ranks_at_different_norms_all_say_so(results):
     for rank in range(2):
         assert results[rank]["other norm"].error == (
-            "the ranks took different ways through the model in pass 0 of the step (rank 0 is at norm 0"
-            " in forward, rank 1 is at norm 1 in forward), so its BatchNorm cannot be synchronised: let"
-            " the same norms run whatever the samples, or use a ghost batch that one rank can hold."
+            "the ranks took different ways through the model in a pass, so its BatchNorm cannot be"
+            " synchronised: let the same norms run whatever the samples, or use a ghost batch that one"
+            " rank can hold."
         )
 
 
 @pytest.mark.slow
 def test_a_rank_that_ends_a_pass_before_the_others_is_no_hang(results):
-    assert "rank 0 has ended the pass, rank 1 is at norm 0" in results[1]["a norm less"].error
+    assert "the ranks took different ways through the model" in results[1]["a norm less"].error
     assert results[0]["a norm less"].error == ""

@@ -286,7 +286,7 @@ def test_a_model_that_cannot_be_built_on_one_rank_stops_all(crew):
     (first, _), (second, _) = crew.outcomes(2, cannot_build)
     assert isinstance(second, ZeroDivisionError)
     assert isinstance(first, PeerFailed)
-    assert "rank 1 could not build its model: ZeroDivisionError" in str(first)
+    assert "rank 1 failed with ZeroDivisionError: division by zero." in str(first)
 
 
 class Checkpointed(nn.Module):

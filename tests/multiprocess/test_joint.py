@@ -14,7 +14,7 @@ from tests.equivalence.reference import plan_for, train_plainly
 from torch.distributed.tensor import DTensor
 
 import anybatch as ab
-from anybatch.errors import InputError
+from anybatch.errors import InputError, LossError
 from anybatch.events import OutOfMemory, StepDone
 from anybatch.parallel.whole import full_state_dict
 
@@ -226,3 +226,22 @@ def test_a_script_of_several_processes(crew, parts):
         wanted = {n: v.double() for n, v in plain.model.state_dict().items()}
         assert deviation({n: v.double() for n, v in state.items()}, wanted) < 1e-8
     assert not dist.is_initialized()
+
+
+def stepping_without_samples(rank, size):
+    task = task_of()
+    model = task.build_model()
+    optimizer = task.optimizer(model.parameters())
+    with ab.Step(model, optimizer, task.loss, micro_batch=5, ghost_batch=5) as step:
+        step([t[:10] for t in task.train.tensors])
+        before = state_of(model)
+        with pytest.raises(LossError) as raised:
+            step(None)
+        kept = all(torch.equal(value, before[name]) for name, value in state_of(model).items())
+    return str(raised.value), kept
+
+
+def test_a_step_without_samples_on_any_rank_is_told_as_with_any_loss(crew):
+    for told, kept in crew(2, stepping_without_samples):
+        assert told.startswith("the total weight of step 2 is zero")
+        assert kept

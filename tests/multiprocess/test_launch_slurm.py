@@ -13,7 +13,7 @@ from tests.multiprocess import slurm as slurm_here
 from tests.multiprocess.slurm import Slurm
 
 from anybatch.errors import LaunchError
-from anybatch.launch.slurm import Job, output_of, submit
+from anybatch.launch.slurm import script, submit
 
 PROBE = Path(__file__).with_name("probe.py")
 
@@ -49,16 +49,10 @@ def test_the_ranks_of_a_job_find_each_other_and_it_goes_on_when_it_was_stopped(
     slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("PROBE_STATUS", "75")
-    job = Job(
-        arguments=("train", f"{PROBE}:task"),
-        name="probe",
-        logs=tmp_path / "logs",
-        ranks_per_node=2,
-        time="10",
-        requeue=True,
-        resume=("--global-batch", "8"),
-    )
-    number = submit(job)
+    logs = tmp_path / "logs"
+    options = {"job-name": "probe", "ntasks-per-node": 2, "time": "10", "signal": "TERM@60"}
+    arguments = ("train", f"{PROBE}:task")
+    number = submit(script(arguments, logs, options, ("--global-batch", "8")), logs)
     slurm.wait_for(number, ["PENDING"], restarts=1)
     # Slurm lets a job that was requeued wait for two minutes; the administrator does not.
     slurm.run("scontrol", "update", f"JobId={number}", "StartTime=now")
@@ -66,13 +60,15 @@ def test_the_ranks_of_a_job_find_each_other_and_it_goes_on_when_it_was_stopped(
 
     first, again = seen_by(tmp_path, 0), seen_by(tmp_path, 1)
     for ranks in (first, again):
-        assert [rank["rank"] for rank in ranks] == [0, 1], output_of(job, number).read_text()
+        assert [rank["rank"] for rank in ranks] == [0, 1], (
+            logs / f"{number}_0_log.out"
+        ).read_text()
         assert [rank["local_rank"] for rank in ranks] == [0, 1]
         assert [rank["local_world_size"] for rank in ranks] == [2, 2]
         assert [rank["sum"] for rank in ranks] == [1, 1]
     assert "--global-batch" not in first[0]["argv"]
     assert again[0]["argv"][-2:] == ["--global-batch", "8"]
-    assert (tmp_path / "logs" / f"{number}_submission.sh").read_text().startswith("#!/bin/bash")
+    assert (logs / f"{number}_submission.sh").read_text().startswith("#!/bin/bash")
 
 
 @pytest.mark.slow
@@ -86,10 +82,19 @@ def test_the_shell_of_a_job_is_no_rank(slurm: Slurm, tmp_path: Path):
         assert output.read_text() == "None\n"
 
 
-def test_what_slurm_does_not_take_is_told(slurm: Slurm, tmp_path: Path):
-    job = Job(arguments=("train", "x"), name="x", logs=tmp_path, partition="nosuch")
-    with pytest.raises(LaunchError, match=r"did not take the job: .*[Pp]artition"):
-        submit(job)
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("partition", "nosuch", "[Pp]artition"),
+        ("time", "soon", "time"),
+        ("signal", "soon", "signal"),
+    ],
+)
+def test_what_slurm_does_not_take_is_told(
+    slurm: Slurm, tmp_path: Path, option: str, value: object, words: str
+):
+    with pytest.raises(LaunchError, match=f"did not take the job: .*{words}"):
+        submit(script(("train", "x"), tmp_path, {option: value}), tmp_path)
 
 
 @pytest.mark.parametrize("text", ["node[08-11,2],gpu", "r[1-2]n[01-02],x"])

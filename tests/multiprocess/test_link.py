@@ -65,23 +65,6 @@ def test_the_slowest_decides_and_what_would_take_too_long_is_left_out(crew, slow
     assert sum(taken) < 0.7
 
 
-def with_no_room_on_one(rank, size):
-    def taken(num_bytes, device):
-        return None if rank == 1 else real(num_bytes, device)
-
-    real = measuring._taken
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measuring, "_taken", taken)
-        return ab.plan(task_of(World()))
-
-
-def test_without_memory_for_it_on_one_rank_none_measures(crew):
-    first, second = crew(2, with_no_room_on_one)
-    assert first == second
-    assert first.link is not None
-    assert not first.link.measured
-
-
 def fails_on_one(rank, size, how):
     real = measuring._seconds_of
 

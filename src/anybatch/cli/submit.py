@@ -56,38 +56,49 @@ def submit(
 ) -> None:
     """Submit the training of a task as a Slurm job, one Slurm task per rank."""
     from anybatch.errors import InputError
-    from anybatch.launch.slurm import Job, output_of, script
+    from anybatch.launch.slurm import script
     from anybatch.launch.slurm import submit as submit_job
+    from anybatch.units import check_count
 
-    _check_lines(task, str(out or ""), *(options or ()))
+    words = (time, partition, job_name, signal, str(out or ""), *(options or ()))
+    _check_lines(task, *(word for word in words if word))
     _check_task(task)
     if requeue and out is None:
         raise InputError(
             "--requeue is given without --out: name the run folder, so that the job finds its run when"
             " it is started again."
         )
+    ranks = (gpus_per_node or 1) if ranks_per_node is None else ranks_per_node
+    check_count(nodes, "--nodes")
+    check_count(ranks, "--ranks-per-node")
+    for name, count in (("--gpus-per-node", gpus_per_node), ("--cpus-per-rank", cpus_per_rank)):
+        if count is not None:
+            check_count(count, name)
+    if gpus_per_node is not None and gpus_per_node < ranks:
+        raise InputError(
+            f"--gpus-per-node is {gpus_per_node} and --ranks-per-node is {ranks}: each rank needs a GPU"
+            " of its own, so ask for as many GPUs, or for fewer ranks."
+        )
     arguments = ["train", task, *(options or ())]
     if out is not None:
         arguments += ["--out", str(out)]
-    job = Job(
-        arguments=tuple(arguments),
-        name=job_name or _name_of(task),
-        logs=(Path("runs") if out is None else out.parent) / "slurm",
-        nodes=nodes,
-        ranks_per_node=(gpus_per_node or 1) if ranks_per_node is None else ranks_per_node,
-        gpus_per_node=gpus_per_node,
-        cpus_per_rank=cpus_per_rank,
-        time=time,
-        partition=partition,
-        requeue=requeue,
-        signal=signal,
-        resume=("--resume",) if requeue else (),
-    )
+    logs = (Path("runs") if out is None else out.parent).absolute() / "slurm"
+    given = {
+        "job-name": job_name or _name_of(task),
+        "nodes": nodes,
+        "ntasks-per-node": ranks,
+        "gpus-per-node": gpus_per_node,
+        "cpus-per-task": cpus_per_rank,
+        "time": time,
+        "partition": partition,
+        "signal": signal,
+    }
+    text = script(arguments, logs, given, ("--resume",) if requeue else None)
     if dry_run:
-        print(script(job), end="")
+        print(text, end="")
         return
-    number = submit_job(job)
-    print(f"job {number} is submitted; rank 0 writes to {output_of(job, number)}")
+    number = submit_job(text, logs)
+    print(f"job {number} is submitted; rank 0 writes to {logs / f'{number}_0_log.out'}")
 
 
 def _check_lines(*values: str) -> None:

@@ -4,13 +4,9 @@ Both delegate to torch's elastic agent (`elastic`), which runs in the calling pr
 fresh interpreters, never forks, so the state of torch in the calling process does not affect them.
 On several machines, the same call is made on each, with one rendezvous.
 
-The environment of a rank is that of the calling process plus the variables that the agent adds:
-`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `GROUP_RANK`, `GROUP_WORLD_SIZE`,
-`ROLE_RANK`, `ROLE_WORLD_SIZE`, `ROLE_NAME`, `MASTER_ADDR`, `MASTER_PORT`, `TORCHELASTIC_RUN_ID`,
-`TORCHELASTIC_RESTART_COUNT`, `TORCHELASTIC_MAX_RESTARTS`, `TORCHELASTIC_USE_AGENT_STORE`,
-`TORCH_NCCL_ASYNC_ERROR_HANDLING`; and `ANYBATCH_LAUNCHED` and `ANYBATCH_ATTEMPT`, from which `find`
-determines the launcher and the number of the attempt. `TORCHELASTIC_RESTART_COUNT` equals
-`ANYBATCH_ATTEMPT`. The environment of the calling process is not modified.
+The environment of a rank is that of the calling process plus torchrun's variables, and
+`ANYBATCH_LAUNCHED` and `ANYBATCH_ATTEMPT`, from which `find` determines the launcher and the number
+of the attempt, which `TORCHELASTIC_RESTART_COUNT` equals.
 """
 
 from __future__ import annotations
@@ -220,7 +216,8 @@ def call(function: Callable[..., T], *args: Any, ranks: int, **options: Unpack[O
             if any(log.stat().st_size for log in orders.logs.iterdir()):
                 error.add_note(f"what ranks wrote: {orders.logs}")
             raise error
-        results = [_result(orders, ending, local) for local in sorted(ending.ends)]
+        paths = [_stem(orders, ending, local) for local in sorted(ending.ends)]
+        results = [cloudpickle.loads(one.with_suffix(".result").read_bytes()) for one in paths]
         _delete(orders.logs)
         return results
 
@@ -418,10 +415,8 @@ def _error(orders: Orders, ending: Ending) -> Exception | None:
     if ending.silent or ending.lost is not None or not ends:
         error: Exception = LaunchError(_gone(orders, ending))
     elif ending.cause is not None and not ending.here:
-        error = LaunchError(
-            f"{ending.cause.who(ending.world_size, several=True)} failed first:"
-            f" {ending.cause.sentence}.{_below(ending.cause.stack)}"
-        )
+        told = ending.cause.failed_first(ending.world_size, several=True)
+        error = LaunchError(f"{told}.{_below(ending.cause.stack)}")
     elif failed:
         cause = ending.cause or failed[0]
         error = _raised(orders, ending, cause)
@@ -452,12 +447,6 @@ def _raised(orders: Orders, ending: Ending, end: End) -> Exception:
         error.__cause__ = LaunchError(f"on {who}:\n\n{told['traceback']}")
     error.add_note(f"on {who}")
     return error
-
-
-def _result(orders: Orders, ending: Ending, local: int) -> Any:
-    import cloudpickle
-
-    return cloudpickle.loads(_stem(orders, ending, local).with_suffix(".result").read_bytes())
 
 
 def _stem(orders: Orders, ending: Ending, local: int) -> Path:
@@ -520,7 +509,7 @@ def _tale(orders: Orders, ending: Ending, cause: End) -> str:
     shown = _below(cause.stack)
     if ending.here and not shown:
         shown = _tail(orders.logs / f"rank-{cause.rank}.log")
-    return f"{cause.who(ending.world_size, several)} failed first: {cause.sentence}.{shown}"
+    return f"{cause.failed_first(ending.world_size, several)}.{shown}"
 
 
 def _below(stack: str) -> str:

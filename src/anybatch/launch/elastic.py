@@ -66,57 +66,33 @@ _UNLIMITED = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """Configuration of an agent.
+    """Configuration of an agent; see `agent.Options`."""
 
-    Attributes:
-        ranks: number of processes on this machine.
-        least, most: minimum and maximum number of machines.
-        meeting: host and port where the agents of several machines meet; None for one machine.
-        secret: secret that the agents and their ranks share.
-        timeout_seconds: time limit for the agents to meet.
-        grace_seconds: time that ranks have to end after a signal, or after one of them failed.
-        restarts: maximum number of restarts of all ranks after a failure; see `exits`.
-        folder: private folder for files that the agent and the ranks exchange.
-        logs: folder for the output of all ranks but rank 0.
-        silence_fails: whether a rank that ends with status 0 and leaves no result has failed.
-    """
-
-    ranks: int
-    least: int
+    ranks: int  # on this machine
+    least: int  # minimum and maximum number of machines
     most: int
-    meeting: tuple[str, int] | None
-    secret: str
+    meeting: tuple[str, int] | None  # host and port for several machines
+    secret: str  # shared by the agents and their ranks
     timeout_seconds: float
     grace_seconds: float
     restarts: int
-    folder: Path
-    logs: Path
-    silence_fails: bool
+    folder: Path  # private, for files that the agent and the ranks exchange
+    logs: Path  # for the output of all ranks but rank 0
+    silence_fails: bool  # whether a rank that ends with status 0 and leaves no result has failed
 
 
 @dataclass(slots=True)
 class Ending:
-    """How the last attempt ended.
-
-    Attributes:
-        attempt: number of the attempt, from 0.
-        world_size: number of ranks on all machines.
-        ends: how the ranks of this machine ended, by local rank; empty if none were started.
-        cause: the end of a rank, on any machine, that caused the others.
-        here: whether the cause was a rank of this machine.
-        silent: names of the machines that did not report how the attempt ended there.
-        signal: the signal that ended the agent, if one did.
-        lost: description of the error by which the agents lost each other, if they did.
-    """
+    """How the last attempt ended."""
 
     attempt: int = 0
-    world_size: int = 0
-    ends: dict[int, End] = field(default_factory=dict)
-    cause: End | None = None
-    here: bool = False
-    silent: tuple[str, ...] = ()
-    signal: signal.Signals | None = None
-    lost: str | None = None
+    world_size: int = 0  # on all machines
+    ends: dict[int, End] = field(default_factory=dict)  # by local rank; empty if none were started
+    cause: End | None = None  # the end of a rank, on any machine, that caused the others
+    here: bool = False  # whether that was a rank of this machine
+    silent: tuple[str, ...] = ()  # machines that did not report how the attempt ended there
+    signal: signal.Signals | None = None  # that ended the agent
+    lost: str | None = None  # why the agents lost each other, if they did
 
 
 def run(orders: Orders, arguments: Sequence[str], tell: Callable[[str], None]) -> Ending:
@@ -325,7 +301,7 @@ class _Agent(LocalElasticAgent):
         if cause is None or (silent and not cause.died):
             return f"nothing was heard from {' and '.join(silent)}"
         several = len(self._meeting.names) > 1
-        return f"{cause.who(self._where.world_size, several)} failed first: {cause.sentence}"
+        return cause.failed_first(self._where.world_size, several)
 
     def _file(self, local: int, suffix: str) -> Path:
         return self._orders.folder / f"{self._meeting.attempt}-{local}{suffix}"
@@ -387,7 +363,6 @@ class _Where(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """See the base class."""
         return ""
 
 

@@ -45,29 +45,18 @@ _write: Callable[[AnybatchError], None] | None = None
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a rank ended.
-
-    Attributes:
-        rank, local_rank, pid: the rank and its process.
-        machine: name of its machine.
-        status: exit status; if negative, the signal that killed it.
-        when: time of the failure, in nanoseconds since the ranks of the attempt were started.
-        spoke: whether it ended by itself and reported so.
-        mended: whether a restart can fix the cause.
-        what: description, formatted to follow a colon in a sentence.
-        by_agent: whether its agent ended it.
-    """
+    """How a rank ended."""
 
     rank: int
     local_rank: int
     pid: int
     machine: str
-    status: int
-    when: int
-    spoke: bool
-    mended: bool
-    what: str
-    by_agent: bool = False
+    status: int  # if negative, the signal that killed it
+    when: int  # nanoseconds from the start of the attempt to the failure
+    spoke: bool  # whether it ended by itself and reported so
+    mended: bool  # whether a restart can fix the cause
+    what: str  # follows a colon in a sentence
+    by_agent: bool = False  # whether its agent ended it
 
     @property
     def is_good(self) -> bool:
@@ -127,6 +116,10 @@ class End:
         where = f", on {self.machine}" if several else ""
         return f"rank {self.rank} of {world_size} (process {self.pid}{where})"
 
+    def failed_first(self, world_size: int, several: bool) -> str:
+        """The sentence for the end that caused the others, without a full stop."""
+        return f"{self.who(world_size, several)} failed first: {self.sentence}"
+
 
 def mended(ends: Iterable[End], silent: Iterable[str]) -> bool:
     """Whether a restart can fix an attempt with the failed `ends`. It can if there are `silent`
@@ -151,12 +144,11 @@ def first(ends: Iterable[End]) -> End | None:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The first failure of this rank: `when` it occurred, in nanoseconds of the monotonic clock;
-    whether it is `mended_by_restart`; and `what` it was, in words, or empty if it was not an error."""
+    """The first failure of this rank."""
 
-    when: int
+    when: int  # nanoseconds of the monotonic clock
     mended_by_restart: bool
-    what: str
+    what: str  # empty if it was not an error
 
 
 listener: Callable[[Failure | None], None] | None = None

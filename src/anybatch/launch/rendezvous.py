@@ -124,15 +124,12 @@ class Rendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """See the base class."""
         return True
 
     def get_backend(self) -> str:
-        """See the base class."""
         return RUN
 
     def get_run_id(self) -> str:
-        """See the base class."""
         return RUN
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -158,11 +155,9 @@ class Rendezvous(RendezvousHandler):
         raise AssertionError
 
     def is_closed(self) -> bool:
-        """See the base class."""
         return self._machines is not None and self._machines.is_closed()
 
     def set_closed(self) -> None:
-        """See the base class."""
         if self._machines is not None:
             self._machines.set_closed()
 
@@ -172,7 +167,6 @@ class Rendezvous(RendezvousHandler):
         return 0
 
     def shutdown(self) -> bool:
-        """See the base class."""
         return self._machines is None or self._machines.shutdown()
 
     # -------------------------------------------------------------------------- an attempt, and its end
@@ -293,18 +287,15 @@ class SignedBackend(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """See the base class."""
         return RUN
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """See the base class."""
         found = self._backend.get_state()
         return None if found is None else (self._verified(found[0]), found[1])
 
     def set_state(
         self, state: bytes, token: Token | None = None
     ) -> tuple[bytes, Token, bool] | None:
-        """See the base class."""
         found = self._backend.set_state(signed(state, self._secret, _PURPOSE), token)
         return None if found is None else (self._verified(found[0]), found[1], found[2])
 

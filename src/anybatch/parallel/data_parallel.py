@@ -57,7 +57,7 @@ class Outputs(list[Any]):
         self.sizes: tuple[int, ...] = tuple(sizes)
 
 
-class _Front(nn.Module, ABC):
+class _Front(nn.Module):
     """Base class of modules that run on several devices. Their `state_dict` is that of the plain
     module."""
 
@@ -66,9 +66,6 @@ class _Front(nn.Module, ABC):
         self.module: nn.Module = module
         # For a wrapper inside a module whose state is loaded.
         self.register_load_state_dict_pre_hook(_insert_prefix)
-
-    @abstractmethod
-    def forward(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state dict of the plain module: names have no `module.` prefix."""

@@ -8,7 +8,7 @@ went wrong, since neither of the two would fix that.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from anybatch.parallel.group import Group
 
 T = TypeVar("T")
+
+_LONG = 80  # characters
 
 
 class Outdated(InputError):
@@ -120,6 +122,17 @@ def together(group: Group, work: Callable[[], T]) -> T:
     everyone = group.exchange(told)
     first_error(wrong, everyone, None)
     return result
+
+
+def same_on_all(group: Group, mine: Mapping[str, str], remedy: str) -> None:
+    """Raise `InputError` with `remedy`, on all ranks, if a value of `mine` is not the same on all. The
+    keys describe the values and are the same on all ranks; short values are shown."""
+    everyone = group.exchange(mine)
+    for what, value in everyone[0].items():
+        for rank, other in enumerate(everyone):
+            if other[what] != value:
+                told = f" ({value} and {other[what]})" if len(value) < _LONG else ""
+                raise InputError(f"{what} of rank 0 and rank {rank} differ{told}: {remedy}.")
 
 
 def memory_events(

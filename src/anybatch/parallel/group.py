@@ -132,8 +132,8 @@ class Group(ABC):
     def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:
         """The 2-norm of the gradients that this rank's passes have summed so far (scalar tensor on the
         device), called right after a pass. `last`: it was the last pass of this rank in the step. None
-        if the sum of this rank alone is not available, or is not what the step is based on."""
-        return replica.sum_norm()
+        if this rank holds a shard of the sums over all ranks, or the step is based on other sums."""
+        return None if self.lockstep or self.diverges or self.delays else replica.sum_norm()
 
     def staged(self, held: Held) -> None:  # noqa: B027
         """Called after the passes of this rank. `held` returns the buffers at the start of the step.

@@ -55,7 +55,7 @@ def measured_link(device: torch.device) -> Link | None:
     Args:
         device: device of this rank, from which it exchanges gradients.
 
-    Returns None if a rank has no memory for it, or no speed can be derived from the measurement.
+    Returns None if no speed can be derived from the measurement.
 
     Raises:
         PeerLost: a rank is gone, or does not answer.
@@ -100,13 +100,10 @@ def _together(when: str, device: torch.device) -> Iterator[None]:
 
 
 def _sums(device: torch.device) -> Sequence[Sequence[Tensor]]:
-    """The tensors to all-reduce, in increasing size, the same on all ranks; empty if a rank has no
-    memory."""
+    """The tensors to all-reduce, in increasing size, the same on all ranks."""
     sizes = _SIZES[device.type]
-    memory = _taken(sizes[-1], device)
-    (missing,) = _of_the_slowest([float(memory is None)], device)  # also waits for the last rank
-    if memory is None or missing:
-        return []
+    memory = torch.empty(sizes[-1] // 4, dtype=torch.float32, device=device).zero_()
+    _of_the_slowest([0.0], device)  # waits for the last rank
     bucket = CPU_BUCKET_BYTES if device.type == "cpu" else BUCKET_BYTES
     sums = [memory[: size // memory.itemsize].split(bucket // memory.itemsize) for size in sizes]
     if device.type == "cuda":
@@ -119,8 +116,7 @@ def _sums(device: torch.device) -> Sequence[Sequence[Tensor]]:
 
 
 def _timed(device: torch.device) -> Iterator[tuple[int, float]]:
-    """(bytes, seconds) of all-reduces, in increasing size, the same on all ranks; none if a rank has no
-    memory."""
+    """(bytes, seconds) of all-reduces, in increasing size, the same on all ranks."""
     for flats in _sums(device):
         (first,) = _of_the_slowest([_seconds_of(flats, device)], device)
         rounds = min(_ROUNDS, int(_SECONDS_OF_SIZE / first))
@@ -130,16 +126,6 @@ def _timed(device: torch.device) -> Iterator[tuple[int, float]]:
         yield sum(flat.nbytes for flat in flats), seconds
         if seconds > _SECONDS_OF_SIZE:
             return
-
-
-def _taken(num_bytes: int, device: torch.device) -> Tensor | None:
-    """Memory that has been written to, so that it is really allocated; None if there is not enough."""
-    try:
-        return torch.empty(num_bytes // 4, dtype=torch.float32, device=device).zero_()
-    except Exception as error:
-        if as_memory_failure(error) is None:
-            raise
-        return None
 
 
 def _seconds_of(flats: Sequence[Tensor], device: torch.device) -> float:

@@ -94,10 +94,6 @@ class LocalSteps(DistributedGroup):
     def begin(self) -> None:
         self._within_step = True
 
-    def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:
-        """See `Group`. None, since there is no gradient of the global batch."""
-        return None
-
     def gather(self, failed: bool) -> None:
         """Nothing is gathered within a round."""
 

@@ -28,6 +28,11 @@ from torch import Tensor
 from anybatch.errors import InputError
 
 _END = 1 << 62  # the pass after the last
+_PARTED = (
+    "the ranks took different ways through the model in a pass, so its BatchNorm cannot be"
+    " synchronised: let the same norms run whatever the samples, or use a ghost batch that one rank"
+    " can hold."
+)
 
 
 class PassAbandoned(Exception):
@@ -96,8 +101,8 @@ class NormExchange:
             headers = self._announce(header)
             if any(one.failed for one in headers):
                 raise PassAbandoned
-            if (parted := _parted(headers)) is not None:
-                raise InputError(parted)
+            if _have_parted(headers):
+                raise InputError(_PARTED)
             number = min(one.number for one in headers)
             if number == self._pass:
                 dist.all_gather(list(theirs.unbind()), mine, group=self._values)
@@ -113,7 +118,7 @@ class NormExchange:
             headers = self._announce(header)
             if all(one.number == _END for one in headers):
                 return
-            if not any(one.failed for one in headers) and _parted(headers) is None:
+            if not any(one.failed for one in headers) and not _have_parted(headers):
                 self._watch(headers)
 
     def _announce(self, header: _Header) -> list[_Header]:
@@ -135,28 +140,12 @@ def _present(headers: Sequence[_Header]) -> list[_Header]:
     return [one for one in headers if one.number == number]
 
 
-def _parted(headers: Sequence[_Header]) -> str | None:
-    """The error message if ranks took different paths through the model, or None."""
+def _have_parted(headers: Sequence[_Header]) -> bool:
+    """Whether ranks took different paths through the model."""
     here = _present(headers)
     number = here[0].number
     if number == _END:
-        return None
+        return False
     same_place = len({(one.place, one.width) for one in here}) == 1
     ended = any(one.number > number and one.left == number for one in headers)
-    if same_place and not ended:
-        return None
-    places = [
-        f"rank {rank} {_place(one) if one.number == number else 'has ended the pass'}"
-        for rank, one in enumerate(headers)
-        if one.number == number or one.left == number
-    ]
-    return (
-        f"the ranks took different ways through the model in pass {number} of the step"
-        f" ({', '.join(places)}), so its BatchNorm cannot be synchronised: let the same norms run"
-        " whatever the samples, or use a ghost batch that one rank can hold."
-    )
-
-
-def _place(header: _Header) -> str:
-    norm, backward = divmod(header.place, 2)
-    return f"is at norm {norm} in {'backward' if backward else 'forward'}"
+    return ended or not same_place

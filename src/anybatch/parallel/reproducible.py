@@ -168,7 +168,6 @@ class Reproducible(Group):
         return exchange(value) if self._vote is not None else [value]
 
     def committed(self, replica: Replica) -> None:
-        """See `Group`. Merges the buffers."""
         if self._buffers is not None:
             with calling("while buffers were put together"):
                 self._buffers.settle()

@@ -78,9 +78,11 @@ def all_rows(
 
 
 def _common(everyone: Sequence[_Has]) -> Kinds:
-    """The kinds of rows of all ranks that have samples. Raises `InputError` on all ranks if they differ
-    between ranks."""
+    """The kinds of rows of all ranks that have samples; empty if none has. Raises `InputError` on all
+    ranks if they differ between ranks."""
     known = [(rank, kinds) for rank, (_, kinds) in enumerate(everyone) if kinds]
+    if not known:
+        return ()
     (first, kinds), *others = known
     for rank, other in others:
         if other != kinds:

@@ -50,12 +50,13 @@ from anybatch.compute import Replica, find_blocks
 from anybatch.compute.blocks import match_blocks
 from anybatch.compute.buckets import BUCKET_BYTES, check_divisible
 from anybatch.compute.precision import FORMATS, NORMS
-from anybatch.errors import InputError, PeerFailed, PeerLost
+from anybatch.errors import InputError, PeerLost
 from anybatch.parallel.abortable_group import DEADLINE, AbortableGroup
 from anybatch.parallel.buffers import Buffers
 from anybatch.parallel.earlier_fsdp import add_zeros_for_unused, forget_pass
+from anybatch.parallel.failures import together
 from anybatch.parallel.group import Agreed, Wish
-from anybatch.parallel.vote import DistributedGroup, calling, exchange
+from anybatch.parallel.vote import DistributedGroup, calling
 from anybatch.parallel.whole import fill, reshard
 from anybatch.plans import Precision
 
@@ -129,25 +130,19 @@ class Shard(DistributedGroup):
 
         Raises the error of `make` on the rank where it fails, and `PeerFailed` on the others.
         """
-        model: nn.Module | None = None
-        whole: dict[str, Tensor] = {}
-        for turn in reversed(range(self._parts)):
-            wrong: Exception | None = None
+        built: tuple[nn.Module, dict[str, Tensor]] | None = None
+
+        def build_in(turn: int) -> None:
+            nonlocal built
             if self.rank % self._parts == turn:
-                try:
-                    model = make()
-                    whole = self._divide(model)
-                except Exception as error:
-                    wrong = error
-            told = exchange(f"{type(wrong).__name__}: {wrong}" if wrong else "")
-            if wrong is not None:
-                raise wrong
-            for rank, error in enumerate(told):
-                if error:
-                    raise PeerFailed(f"rank {rank} could not build its model: {error}")
-        assert model is not None
-        self._send(model, whole)
-        return model
+                model = make()
+                built = model, self._divide(model)
+
+        for turn in reversed(range(self._parts)):
+            together(self, partial(build_in, turn))
+        assert built is not None
+        self._send(*built)
+        return built[0]
 
     def prepare(self, model: nn.Module) -> None:
         """See `Group`. `model` already exists on every rank; `build` needs less memory.
@@ -175,10 +170,6 @@ class Shard(DistributedGroup):
 
     def last_pass(self, measured: bool = False) -> AbstractContextManager[None]:
         return self._adding_up() if self._at_last else nullcontext()
-
-    def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:
-        """See `Group`. None, since a rank holds only its shard of the sums over all ranks."""
-        return None
 
     def gather(self, failed: bool) -> None:
         """See `Group`. Within a group, gradients have already been reduced in the passes."""

@@ -74,10 +74,6 @@ class Stale(DistributedGroup):
         self._crossing = [torch.zeros_like(flat) for flat in self._buckets.flats]
         self._sums.reserve(self._crossing)
 
-    def sum_norm(self, replica: Replica, last: bool) -> Tensor | None:
-        """See `Group`. None, since a step applies the gradient of the previous step."""
-        return None
-
     def gather(self, failed: bool) -> None:
         """See `Group`. When this returns, the gradients of the previous step have arrived."""
         with calling("while gradients were added up"):
@@ -121,7 +117,6 @@ class Stale(DistributedGroup):
             self._under_way, self._is_accepted = None, False
 
     def committed(self, replica: Replica) -> None:
-        """See `Group`. Merges the buffers."""
         self._is_accepted = False
         super().committed(replica)
 

@@ -131,7 +131,6 @@ class DistributedGroup(Group, ABC):
             self._buffers.staged(self.rank, held)
 
     def committed(self, replica: Replica) -> None:
-        """See `Group`. Merges the buffers."""
         if self._buffers is not None:
             with calling("while buffers were put together"):
                 self._buffers.settle()

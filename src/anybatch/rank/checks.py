@@ -7,10 +7,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from anybatch.data import Steps, identity_of_batch, lengths_of, num_samples_of
+from anybatch.data import identity_of_batch, lengths_of, num_samples_of
 from anybatch.errors import InputError
 from anybatch.events import step_number
 from anybatch.parallel import Group
+from anybatch.parallel.failures import same_on_all
 from anybatch.plans import Plan
 from anybatch.task import JointLoss, Task
 
@@ -32,15 +33,7 @@ def check_alike(task: Task, plan: Plan, group: Group) -> None:
         "the lengths of the training samples": _digest_of_lengths(task),
         "the plan": plan.model_dump_json(exclude={"device_name", "notices"}),
     }
-    everyone = group.exchange(mine)
-    for what, value in everyone[0].items():
-        for rank, other in enumerate(everyone):
-            if other[what] != value:
-                told = "" if what == "the plan" else f" ({value} and {other[what]})"
-                raise InputError(
-                    f"{what} of rank 0 and rank {rank} differ{told}: start all ranks with the same"
-                    " software, command and data."
-                )
+    same_on_all(group, mine, "start all ranks with the same software, command and data")
 
 
 def _digest_of_lengths(task: Task) -> str:
@@ -48,24 +41,13 @@ def _digest_of_lengths(task: Task) -> str:
     return "none" if lengths is None else hashlib.sha256(lengths.numpy().tobytes()).hexdigest()[:12]
 
 
-def single_sample(steps: Steps, index: int, norm: str) -> str:
+def single_sample(index: int, norm: str) -> str:
     """The error message for step `index`, whose single sample BatchNorm `norm` cannot normalize."""
-    cannot = f"BatchNorm {norm!r} cannot normalise one: a single value per channel has no variance."
-    length, size = steps.num_samples, steps.global_batch
-    if not isinstance(size, int) or size == 1 or length == 1 or length is None:
-        return (
-            f"step {step_number(index)} has 1 sample, and {cannot} Train with a global batch of at"
-            " least 2, or use a norm that looks at one sample only, such as GroupNorm."
-        )
-    whole, rest = divmod(length, size)
-    if steps.last == "keep" and rest == 1 and index == whole:
-        return (
-            f"the last step of each epoch has 1 sample ({length:,} = {whole:,} x {size:,} + 1, with"
-            f" last='keep'), and {cannot} Use last='drop' or last='wrap', or another global batch."
-        )
     return (
-        f"the last step has 1 sample (of {steps.total_samples:,} in all, {size:,} per step), and"
-        f" {cannot} Train on another number of samples."
+        f"step {step_number(index)} has 1 sample, and BatchNorm {norm!r} cannot normalise one: a single"
+        " value per channel has no variance. Use another global batch of at least 2; if one sample is"
+        " the rest of an epoch, last='drop' or last='wrap'; or a norm that looks at one sample only,"
+        " such as GroupNorm."
     )
 
 

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -126,75 +126,59 @@ class Cutting:
         return [*chain.from_iterable(cuts)]
 
 
+@dataclass(frozen=True)
 class Passes:
-    """The passes of one rank in one step.
+    """The passes of one rank in one step."""
 
-    Args:
-        parts: positions in the global batch, by pass; empty for a pass in which only other ranks have
-            samples.
-        ghosts: samples per ghost batch of each pass, or the size of ghost batches, or None.
-        num_idle: number of passes that are run only because other ranks run as many. They come first,
-            while buffers can still be reset to those at the start of the step.
-        padded: maps a part to its padded size, in samples of the maximum length, if samples differ in
-            length.
-        places: maps the first position of a pass to the numbers of its grain and of its part, if steps
-            are cut into these.
-        num_drawn: number of leading samples that are run in separate passes, see `Extent`.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[range],
-        ghosts: Sequence[Sequence[int]] | int | None,
-        num_idle: int = 0,
-        padded: Callable[[range], float] | None = None,
-        places: Callable[[int], tuple[int, int]] | None = None,
-        num_drawn: int = 0,
-    ) -> None:
-        self.parts: Sequence[range] = parts
-        self._ghosts = ghosts
-        self._num_idle = num_idle
-        self._padded = padded
-        self._places = places
-        self._num_drawn = num_drawn
+    parts: Sequence[range]  # positions in the global batch; empty if only other ranks have samples
+    ghosts: Sequence[Sequence[int]] | int | None  # samples per ghost batch of each pass, or of all
+    num_idle: int = 0
+    """Number of passes that are run only because other ranks run as many. They come first, while
+    buffers can still be reset to those at the start of the step."""
+    padded: Callable[[range], float] | None = None
+    """Maps a part to its padded size, in samples of the maximum length, if samples differ in length."""
+    places: Callable[[int], tuple[int, int]] | None = None
+    """Maps the first position of a pass to the numbers of its grain and of its part, if steps are cut
+    into these."""
+    num_drawn: int = 0  # leading samples that are run in separate passes, see `Extent`
 
     @property
     def num_samples(self) -> int:
         """Number of samples in the passes that count."""
-        return sum(map(len, self.parts[self._num_idle :]))
+        return sum(map(len, self.parts[self.num_idle :]))
 
     @property
     def fetched(self) -> Sequence[range]:
         """The parts that have samples."""
-        if self._ghosts is None or isinstance(self._ghosts, int):
+        if self.ghosts is None or isinstance(self.ghosts, int):
             return self.parts  # possibly a million parts: avoid a list
         return [part for part in self.parts if part]
 
     def micro_batch(self, number: int, batches: Iterator[Any]) -> MicroBatch:
         """Pass `number`, with the next of `batches` unless the pass has no samples."""
-        part, real = self.parts[number], number >= self._num_idle
+        part, real = self.parts[number], number >= self.num_idle
         last = number + 1 == len(self.parts)
         micro = MicroBatch(
             next(batches) if part else None,
             len(part) if real else 0,
             self._cut(number) if real else (),
             last=last,
-            padded=self._padded(part) if self._padded is not None else None,
-            is_drawn=part.start < self._num_drawn,
-            ends_drawn=part.start < self._num_drawn == part.stop,
+            padded=self.padded(part) if self.padded is not None else None,
+            is_drawn=part.start < self.num_drawn,
+            ends_drawn=part.start < self.num_drawn == part.stop,
         )
-        if self._places is None:
+        if self.places is None:
             return micro
-        grain, place = self._places(part.start)
-        ends = last or self._places(self.parts[number + 1].start)[1] > place
+        grain, place = self.places(part.start)
+        ends = last or self.places(self.parts[number + 1].start)[1] > place
         return replace(micro, grain=grain, part=place, ends_part=ends)
 
     def _cut(self, number: int) -> Sequence[int]:
-        if self._ghosts is None:
+        if self.ghosts is None:
             return ()
-        if isinstance(self._ghosts, int):
-            return ghosts(len(self.parts[number]), self._ghosts)
-        return self._ghosts[number]
+        if isinstance(self.ghosts, int):
+            return ghosts(len(self.parts[number]), self.ghosts)
+        return self.ghosts[number]
 
 
 class GlobalStep:

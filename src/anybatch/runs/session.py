@@ -739,7 +739,7 @@ class Session:
             try:
                 run(index, source, choice, choice, most=1)
             except SingleValue as error:
-                raise InputError(single_sample(self._steps, index, error.norm)) from None
+                raise InputError(single_sample(index, error.norm)) from None
 
         together(group, rehearse)
 
