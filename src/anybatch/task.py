@@ -605,9 +605,9 @@ def _data_faults(task: Task) -> Iterable[str]:
                 f"lengths are given for {name}, {_kind(data)}, whose samples have no index; leave them"
                 " out, or give a data set with __len__ and __getitem__"
             )
-        elif map_style and _length(data) == 0:
+        elif (map_style or name == "train") and _length(data) == 0:
             yield f"{name} is an empty data set; give at least one sample"
-        elif name == "train" and map_style and _drops_all(task, _length(data)):
+        elif name == "train" and _drops_all(task, _length(data)):
             yield (
                 f"last='drop' drops every one of the {_length(data)} training samples, since they do"
                 f" not fill one global batch of {task.global_batch}; use 'keep' or 'wrap'"

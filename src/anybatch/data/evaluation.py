@@ -83,11 +83,9 @@ def evaluation_batches(
         endless: a stream without a length is considered endless if it yields more samples than this;
             None: no limit. A stream with a length is read up to its length.
 
-    Raises `InputError` for a batch below one or a stream that can be read only once, `DataError` as
+    Raises `InputError` for a stream that can be read only once, `DataError` as
     `Loader` does.
     """
-    if batch < 1:
-        raise InputError(f"the evaluation batch is {batch}: make it at least 1.")
     if not is_map_style(dataset):
         stream = partial(_Stream, dataset, collate or default_collate, seed, gaps, endless)
         return _of_stream(stream, batch, first, rank, shares, lockstep)

@@ -53,9 +53,6 @@ class Extent:
     lengths: np.ndarray | None = None
     num_drawn: int = 0
 
-    def __post_init__(self) -> None:
-        assert self.lengths is None or len(self.lengths) == self.num_samples
-
     def share(self, shares: Sequence[float | int], rank: int, ghost: int | None = None) -> range:
         """Returns the part that `rank` takes: by total length if lengths are known, otherwise by number
         of samples; see `share_by_length` and `share`."""

@@ -114,8 +114,7 @@ class StepLoader(ABC):
 
         Raises `DataError` if a stream fails or yields no sample.
         """
-        if self._cut is None:
-            raise InputError("the loader has not begun: call begin(index, cut) first.")
+        assert self._cut is not None  # `begin` was called
         step = self._step(self._next)
         if step is None:
             return None
@@ -132,10 +131,7 @@ class StepLoader(ABC):
     def redo(self, cut: Cut, gaps: Sequence[int] = ()) -> StepData:
         """Returns the last step of `next_step` again, under `cut`, which also applies to later
         steps."""
-        if self._current is None:
-            raise InputError(
-                "there is no step to redo, since none is held: call next_step() first."
-            )
+        assert self._current is not None  # `next_step` was called
         self.begin(self._current.index, cut)
         data = self.next_step(gaps)
         assert data is not None  # it was there before
@@ -214,11 +210,6 @@ class Loader(StepLoader):
         by_length: bool = False,
     ) -> None:
         super().__init__(collate)
-        if steps.num_samples != len(dataset):
-            raise InputError(
-                f"the steps are laid out for {steps.num_samples} samples, but the data set has"
-                f" {len(dataset)}: lay them out for the data set that is loaded."
-            )
         self._steps = steps
         self._lengths = lengths
         self._by_length = by_length

@@ -114,13 +114,9 @@ class Checkpoints:
         folder: created when it is needed.
         group: the ranks.
         keep: number of most recent checkpoints to keep, in addition to the one with the best score.
-
-    Raises `InputError` if `keep` is below 1.
     """
 
     def __init__(self, folder: Path, group: Group, *, keep: int = 3) -> None:
-        if keep < 1:
-            raise InputError(f"keep is {keep}: at least the last checkpoint has to stay.")
         self._folder = Folder(Path(folder))
         self._group = group
         self._keep = keep

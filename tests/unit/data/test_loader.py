@@ -238,20 +238,6 @@ def test_a_sample_that_failed_for_once_is_taken():
         everything(dataset, 4)
 
 
-def test_wrong_use():
-    loader = loader_of(Numbers(4))
-    with pytest.raises(InputError, match="call begin"):
-        loader.next_step()
-    with pytest.raises(InputError, match="next_step"):
-        loader.redo(whole(1))
-    with pytest.raises(InputError, match="5 samples, but the data set has 4"):
-        Loader(Numbers(4), Steps(5, 2, epochs=1))
-    loader.begin(0, whole(1))
-    loader.close()
-    with pytest.raises(InputError, match="call begin"):
-        loader.next_step()
-
-
 def test_map_style():
     assert is_map_style(Numbers())
     assert is_map_style([1, 2])

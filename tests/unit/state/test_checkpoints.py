@@ -297,8 +297,3 @@ def test_what_does_not_fit_is_named_before_anything_is_touched(checkpoints, name
     assert words in str(told.value)
     assert "step-00000001 cannot be loaded: it is of something else" in str(told.value)
     assert not half.any()
-
-
-def test_at_least_one_is_kept(tmp_path):
-    with pytest.raises(InputError, match="keep is 0"):
-        Checkpoints(tmp_path, SingleDevice(), keep=0)
