@@ -28,12 +28,13 @@ from anybatch.data.collation import Collate, collated
 from anybatch.data.failure import Place, fetched, told
 from anybatch.data.generators import Borrowed
 from anybatch.data.lengths import Extent, micro_batches_by_length
-from anybatch.data.loader import Loader, is_map_style, num_samples_of
+from anybatch.data.loader import Loader
 from anybatch.data.microbatch import is_samples, parts_of, rebuilt
 from anybatch.data.schedule import Steps
 from anybatch.data.stream import Reading, check_readable
 from anybatch.errors import DataError, InputError
 from anybatch.oom import is_memory_error
+from anybatch.task import is_map_style, num_samples_of
 
 MOST_WITHOUT_LENGTH = 100_000
 """The most samples that a held-out stream without a length may yield, unless the whole training has

@@ -20,7 +20,6 @@ from typing import Any, final
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
 from anybatch.data.collation import Collate
 from anybatch.data.cut import around, positions
@@ -66,23 +65,6 @@ class StepData:
     micro_batches: Iterator[Any]
     extent: Extent
     gaps: Sequence[int] = ()
-
-
-def is_map_style(dataset: Any) -> bool:
-    """Returns whether samples are accessed by index. (`IterableDataset` has a `__getitem__` too.)"""
-    return (
-        hasattr(dataset, "__getitem__")
-        and hasattr(dataset, "__len__")
-        and not isinstance(dataset, IterableDataset)
-    )
-
-
-def num_samples_of(dataset: Any) -> int | None:
-    """Returns the length of a data set, as `Steps` takes it; None for a stream of unknown length."""
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):  # no __len__, or one that says it has none
-        return None
 
 
 class StepLoader(ABC):

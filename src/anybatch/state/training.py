@@ -31,7 +31,7 @@ from anybatch.compute import Replica
 from anybatch.compute.low_bit_optimizers import fresh_state, is_compiled, parts_of
 from anybatch.data import identity_of_batch, num_samples_of
 from anybatch.engine import LearningRate
-from anybatch.errors import InputError
+from anybatch.errors import InputError, kind_of
 from anybatch.parallel import Group
 from anybatch.state.base import Base
 from anybatch.state.checkpoints import Content, Found
@@ -413,13 +413,9 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(name, item) for item in value]
     raise InputError(
-        f"the optimizer remembers {name!r}, {_kind(value)}, which a checkpoint cannot hold: it holds"
+        f"the optimizer remembers {name!r}, {kind_of(value)}, which a checkpoint cannot hold: it holds"
         " tensors and plain values."
     )
-
-
-def _kind(value: object) -> str:
-    return f"a value of type {type(value).__name__}"
 
 
 def _short(name: str) -> str:

@@ -11,10 +11,11 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 
 from anybatch.data.fetch import TensorFetch, open_fetch
 from anybatch.data.generators import restore, snapshot
-from anybatch.data.loader import Loader, is_map_style, num_samples_of
+from anybatch.data.loader import Loader
 from anybatch.data.order import permutation
 from anybatch.data.schedule import Steps
 from anybatch.errors import DataError, InputError
+from anybatch.task import is_map_style, num_samples_of
 
 from .sets import (
     Augmented,
