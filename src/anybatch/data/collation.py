@@ -80,7 +80,6 @@ def collated(
 
 
 def _bad_alone(collate: Collate, samples: list[Any], names: Sequence[Name], seed: int) -> list[Bad]:
-    """Returns the samples that cannot be collated even alone."""
     bad = []
     for position, (sample, name) in enumerate(zip(samples, names, strict=True)):
         seed_by(mix(seed, *name, _COLLATION))

@@ -1,16 +1,12 @@
 """Samples of unequal length: their lengths, and how they are grouped.
 
-The memory and time of a padded micro-batch depend on its padded size (the number of its samples times
-the longest length), not on its number of samples. Micro-batches are therefore cut by padded size, ranks
-take parts of equal total length, and the samples of one global batch are sorted by length, longest
-first, so that neighbors are similar and little is padded. The set of samples in a global batch stays
-the same.
+Micro-batches are cut by padded size (number of samples times the longest length), ranks take parts of
+equal total length, and the samples of a global batch are sorted by length, longest first:
 
     lengths         9 9 8 | 4 4 3 3 2 2 | 1 1 1 ...      micro-batches of at most 27 padded tokens
 
-The longest samples are not representative, so the noise of gradients cannot be measured on them. In the
-steps in which it is measured, some samples therefore precede the sorted ones, in the order in which
-they were drawn.
+In steps that measure the noise of gradients, some samples precede the sorted ones, in the order in
+which they were drawn, since the longest samples are not representative.
 """
 
 from __future__ import annotations

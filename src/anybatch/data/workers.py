@@ -1,15 +1,9 @@
 """Worker processes that prefetch batches: torch's `DataLoader`, with errors that name samples.
 
-The unit of work is a whole micro-batch, fetched and collated in the worker. Each worker keeps two
-numbers in shared memory, its current request and the number of samples it has loaded:
-
-    worker 0   request 4, 17 samples loaded     <- next() waits for request 4
-    worker 1   request 5,  9 samples loaded
-
-A worker that has died, or hangs (a file system that does not respond), is therefore reported with the
-samples that it was loading. Workers are considered hung if none of them has loaded a sample for
-`DEADLINE_SECONDS` while a batch is awaited. A worker exits by itself when the training process is gone,
-for whatever reason.
+The unit of work is a whole micro-batch, fetched and collated in the worker. Each worker keeps its
+current request and the number of samples that it has loaded in shared memory, so that one that has died
+or hangs is reported with its samples. Workers hang if none of them has loaded a sample for
+`DEADLINE_SECONDS` while a batch is awaited. A worker exits by itself when the training process is gone.
 """
 
 from __future__ import annotations

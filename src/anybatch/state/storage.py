@@ -1,9 +1,7 @@
 """Storage for `torch.distributed.checkpoint`: writes and reads what its planners plan.
 
-torch's planners support DTensors, meshes and resharding, and are used unchanged. Its own storage is not
-used: it pickles, writes from within collectives, and checks nothing that it reads. Here a save is
-divided into two phases. Everything that all ranks must agree on is done immediately, within torch's
-protocol:
+torch's planners are used unchanged. Its own storage is not used: it pickles, writes from within
+collectives, and checks nothing that it reads. What all ranks must agree on is done immediately:
 
     plan      each rank lists what it has; rank 0 assigns what several ranks have (collective)
     lay out   each rank determines the position of its slices in its file; copies them, if there is room

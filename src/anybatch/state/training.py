@@ -10,10 +10,9 @@ restoration.
 The names do not depend on ranks, precision or plan, so a run can be resumed under any of them. If ranks
 take steps independently, their optimizers differ, and names begin with `rank-N.`.
 
-State that can be derived is not saved: random state and the order of samples are functions of the step;
-the learning rate is that of the task's schedule, or of as many steps of its scheduler, or follows from
-the losses of evaluations. Of the options of an optimizer, only those that training has changed are
-saved: the task determines the others, also when a run is resumed.
+State that can be derived is not saved: random state, the order of samples and the learning rate are
+functions of the step (and of the losses of evaluations). Of the options of an optimizer, only those
+that training has changed are saved: the task determines the others.
 
 Parameters that are not trained are rebuilt by the task, if it has a function for that: see `base.py`.
 """

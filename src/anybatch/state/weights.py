@@ -4,9 +4,7 @@ Names are those of the plain model's `state_dict`, regardless of wrappers: `modu
 DistributedDataParallel, `_orig_mod.` of torch.compile and the like are accepted in files and never
 written. A sharded model is written whole, and a file of a whole model can be loaded into a sharded one.
 
-No file is trusted: safetensors contains no code, and torch's own files are read with
-`weights_only=True`. A file is inspected before it is read, since the target of a link is often
-something else.
+No file is trusted: torch's own files are read with `weights_only=True`.
 """
 
 from __future__ import annotations
