@@ -11,7 +11,7 @@ which they were drawn, since the longest samples are not representative.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -99,7 +99,8 @@ def _checked(found: Any, dataset: Any, name: str) -> Tensor:
     try:
         lengths = _whole_numbers(found)
     except (TypeError, ValueError, RuntimeError) as error:
-        at = next(_not_whole(found), None)
+        listed = enumerate(found) if isinstance(found, list | tuple) else ()
+        at = next((pair for pair in listed if not isinstance(pair[1], Integral)), None)
         told = f"that of sample {at[0]} is {at[1]!r}" if at else str(error)
         raise InputError(
             f"the lengths of the {name} samples cannot be used ({told}): give one whole number for"
@@ -126,11 +127,6 @@ def _whole_numbers(found: Any) -> Tensor:
     if lengths.dim() != 1:
         raise ValueError(f"their shape is {tuple(lengths.shape)}")
     return lengths.to("cpu", torch.int64)
-
-
-def _not_whole(found: Any) -> Iterator[tuple[int, Any]]:
-    if isinstance(found, list | tuple):
-        yield from ((i, one) for i, one in enumerate(found) if not isinstance(one, Integral))
 
 
 def longest_first(lengths: Tensor, steps: Steps, order: Tensor, epoch: int) -> Tensor:

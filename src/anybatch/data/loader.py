@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
 
@@ -39,7 +39,7 @@ samples, none of them empty. It must return the same ranges for the same extent.
 
 @dataclass(frozen=True, slots=True)
 class StepData:
-    """One global step as seen by this rank.
+    """One global step as seen by this rank. Everything from `ranges` on is set when it is cut.
 
     Attributes:
         index: number of steps before it.
@@ -61,9 +61,9 @@ class StepData:
     num_samples: int
     epoch_end: bool
     next_epoch: int
-    ranges: Sequence[range]
-    micro_batches: Iterator[Any]
-    extent: Extent
+    ranges: Sequence[range] = ()
+    micro_batches: Iterator[Any] = field(default_factory=lambda: iter(()))
+    extent: Extent = field(default_factory=lambda: Extent(0))
     gaps: Sequence[int] = ()
 
 
@@ -258,9 +258,6 @@ class Loader(StepLoader):
             num_samples=num_samples,
             epoch_end=steps.is_epoch_end(index),
             next_epoch=steps.epoch_of(index + 1),
-            ranges=(),
-            micro_batches=iter(()),
-            extent=Extent(num_samples),
         )
 
     def _fetched(self, step: StepData, number: int, parts: Sequence[range]) -> Any:

@@ -224,9 +224,6 @@ class _Reader:
             num_samples=len(samples),
             epoch_end=epoch_end,
             next_epoch=next_epoch,
-            ranges=(),
-            micro_batches=iter(()),
-            extent=Extent(len(samples)),
         )
         self.next_index += 1
         self._taken += len(samples)
