@@ -125,6 +125,11 @@ class LaunchError(AnybatchError, RuntimeError):
     exit_status = 1
 
 
+def kind_of(value: object) -> str:
+    """`value` described by its type, for a sentence about what is wrong with it."""
+    return f"a value of type {type(value).__name__}"
+
+
 def name_of(error: BaseException) -> str:
     """Class name of `error`. For a subclass of `AnybatchError` defined outside this module, the name of
     its public base class."""

@@ -1,10 +1,8 @@
 """Side effects: saves the state that user functions keep between calls, and restores it after passes
 that do not count.
 
-A loss is called once per micro-batch of a run and may keep state from one call to the next: a counter,
-a running mean, a history, another model with gradients and statistics. Passes that are traced, compared
-or timed call it too. A model can be copied for them; the closure of a function cannot. So its state is
-recorded before these passes and restored after them.
+A loss may keep state from one call to the next (a counter, a running mean, another model). Passes that
+are traced, compared or timed call it too, so its state is recorded before them and restored after them.
 
 State is found by following references from the functions: closures, defaults, arguments of partials,
 objects of bound methods, attributes and slots, elements of containers, and the globals that their code
@@ -385,7 +383,6 @@ def _dict_of(one: Any) -> dict[str, Any]:
 
 @functools.cache
 def _is_of_library(module: str) -> bool:
-    """Whether `module` is part of Python or of an installed package."""
     if module == "__main__":
         return False
     top = module.partition(".")[0]

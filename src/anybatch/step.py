@@ -118,7 +118,7 @@ from anybatch.task import (
     loss_fault,
     parameters_in,
 )
-from anybatch.units import format_bytes, format_seconds
+from anybatch.units import check_count, format_bytes, format_seconds
 
 _LEAST_QUARTERED = 8
 """Minimum number of samples in a batch of which a quarter is tried before the whole."""
@@ -265,12 +265,8 @@ class Step:
         self._is_joint = isinstance(loss, JointLoss)
         self._limited = memory is not None
         wanted = parse_precision(precision)
-        if micro_batch is not None and (
-            isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or micro_batch < 1
-        ):
-            raise InputError(
-                f"micro_batch is {micro_batch!r}: give a whole number of at least 1, or leave it out."
-            )
+        if micro_batch is not None:
+            check_count(micro_batch, "micro_batch")
         self._wishes = Wishes(
             wanted,
             micro_batch,

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 
 from anybatch.batch_rule import BatchRule, Ramp, Tokens, as_text, tokens_of
-from anybatch.errors import InputError, listed
+from anybatch.errors import InputError, kind_of, listed
 from anybatch.metrics import Metrics
 
 Sum: TypeAlias = "tuple[Tensor | float, Tensor | float]"
@@ -95,7 +95,7 @@ class JointLoss:
         for name, given in (("encode", "a batch"), ("compare", "what encode made of all samples")):
             if not callable(value := getattr(self, name)):
                 raise InputError(
-                    f"{name} of a JointLoss is {_kind(value)}: give a function of the model and"
+                    f"{name} of a JointLoss is {kind_of(value)}: give a function of the model and"
                     f" {given}."
                 )
 
@@ -352,7 +352,7 @@ class Task:
         not a module, or if some of its parameters have no shape yet."""
         if not isinstance(model, nn.Module):
             raise InputError(
-                f"the model function of task {self.name!r} returned {_kind(model)}:"
+                f"the model function of task {self.name!r} returned {kind_of(model)}:"
                 " return a torch.nn.Module."
             )
         check_shapes(model, "it is given to the task, or in the model function")
@@ -378,14 +378,14 @@ class Task:
         remedy = "return a list of parameters, or of groups, each a dict with 'params' in it"
         if isinstance(chosen, Tensor | Mapping | str) or not isinstance(chosen, Iterable):
             raise InputError(
-                f"the parameters function of task {self.name!r} returned {_kind(chosen)}: {remedy}."
+                f"the parameters function of task {self.name!r} returned {kind_of(chosen)}: {remedy}."
             )
         groups = list(chosen)
         for i, group in enumerate(groups):
             if not isinstance(group, Tensor) and not (
                 isinstance(group, Mapping) and isinstance(group.get("params"), Iterable)
             ):
-                what = "a group without 'params'" if isinstance(group, Mapping) else _kind(group)
+                what = "a group without 'params'" if isinstance(group, Mapping) else kind_of(group)
                 raise InputError(
                     f"entry {i} of what the parameters function of task {self.name!r} returned is"
                     f" {what}: {remedy}."
@@ -396,10 +396,20 @@ class Task:
         ]
 
 
-def _length(data: Any) -> int | None:
-    """Number of samples, or None for a stream, which may also have a `__len__` that raises."""
+def is_map_style(dataset: Any) -> bool:
+    """Whether samples are accessed by index. (`IterableDataset` has a `__getitem__` too.)"""
+    return (
+        hasattr(dataset, "__getitem__")
+        and hasattr(dataset, "__len__")
+        and not isinstance(dataset, IterableDataset)
+    )
+
+
+def num_samples_of(dataset: Any) -> int | None:
+    """The length of a data set; None for a stream of unknown length, which may also have a `__len__`
+    that raises."""
     try:
-        return len(data)
+        return len(dataset)
     except (TypeError, NotImplementedError):
         return None
 
@@ -416,13 +426,13 @@ def several(metrics: MetricsOfTask | None) -> Sequence[MetricFunction | Metrics]
 def check_task(value: object) -> None:
     """Raises `InputError` if `value` is not a `Task`."""
     if not isinstance(value, Task):
-        raise InputError(f"the task is {_kind(value)}: give an anybatch.Task.")
+        raise InputError(f"the task is {kind_of(value)}: give an anybatch.Task.")
 
 
 def loss_fault(loss: object) -> str | None:
     """What is wrong with a loss function, as far as visible without calling it; None: nothing."""
     if not callable(loss):
-        return f"loss is {_kind(loss)}; give a function of model and batch"
+        return f"loss is {kind_of(loss)}; give a function of model and batch"
     if getattr(loss, "__module__", None) in ("torch.nn.modules.loss", "torch.nn.functional"):
         name = getattr(loss, "__name__", type(loss).__name__)
         return (
@@ -454,23 +464,19 @@ def parameters_in(groups: Iterable[Any]) -> Iterable[nn.Parameter]:
             yield group
 
 
-def _kind(value: object) -> str:
-    return f"a value of type {type(value).__name__}"
-
-
 def _faults(task: Task) -> Iterable[str]:
     if not isinstance(task.model, nn.Module) and not callable(task.model):
-        yield f"model is {_kind(task.model)}; give a torch.nn.Module or a function that builds one"
+        yield f"model is {kind_of(task.model)}; give a torch.nn.Module or a function that builds one"
     if fault := loss_fault(task.loss):
         yield fault
     if not callable(task.optimizer):
         yield (
-            f"optimizer is {_kind(task.optimizer)}; give a function of the parameters that makes it,"
+            f"optimizer is {kind_of(task.optimizer)}; give a function of the parameters that makes it,"
             " such as lambda params: torch.optim.AdamW(params, lr=1e-3)"
         )
     for name in ("schedule", "scheduler", "parameters", "collate", "tell"):
         if getattr(task, name) is not None and not callable(getattr(task, name)):
-            yield f"{name} is {_kind(getattr(task, name))}; give a function or None"
+            yield f"{name} is {kind_of(getattr(task, name))}; give a function or None"
     for name, given in _CALLED_WITH.items():
         yield from _cannot_be_called(name, getattr(task, name), given)
     if isinstance(task.loss, type) and issubclass(task.loss, nn.Module):
@@ -478,17 +484,17 @@ def _faults(task: Task) -> Iterable[str]:
     if not isinstance(task.shuffle, bool | np.bool_):
         yield f"shuffle is {task.shuffle!r}; give True or False"
     if not isinstance(task.origin, Origin | None):
-        yield f"origin is {_kind(task.origin)}; give an anybatch.Origin or None"
+        yield f"origin is {kind_of(task.origin)}; give an anybatch.Origin or None"
     for metric in several(task.metrics):
         if callable(getattr(metric, "compute", None)):
             yield (
-                f"metrics is {_kind(metric)}, which does not say what it is updated with; give"
+                f"metrics is {kind_of(metric)}, which does not say what it is updated with; give"
                 " anybatch.Metrics({name: metric}, inputs)"
             )
         elif not isinstance(metric, Metrics) and not callable(metric):
             yield (
-                f"metrics is {_kind(metric)}; give a function, an anybatch.Metrics, a list of these, or"
-                " None"
+                f"metrics is {kind_of(metric)}; give a function, an anybatch.Metrics, a list of these,"
+                " or None"
             )
     if task.schedule is not None and task.scheduler is not None:
         yield "schedule and scheduler are both given; give one of them"
@@ -565,7 +571,7 @@ def _cannot_be_called(name: str, value: Any, given: Sequence[str]) -> Iterable[s
 def _grain_faults(task: Task) -> Iterable[str]:
     grains = task.reproducible
     if not isinstance(grains, bool | Grains):
-        yield f"reproducible is {_kind(grains)}; give True, False or anybatch.Grains"
+        yield f"reproducible is {kind_of(grains)}; give True, False or anybatch.Grains"
     elif isinstance(grains, Grains):
         if grains.samples is not None:
             yield from _whole(grains, "samples", least=1, of="reproducible.")
@@ -582,7 +588,6 @@ def _data_faults(task: Task) -> Iterable[str]:
         if isinstance(data, str | bytes):
             yield f"{name} is the text {data!r}; give a data set, such as one that reads that file"
             continue
-        map_style = hasattr(data, "__getitem__") and hasattr(data, "__len__")
         if isinstance(data, DataLoader) and data.batch_sampler is not None:
             yield (
                 f"{name} is a DataLoader, which gives batches where samples belong; give its dataset,"
@@ -590,6 +595,7 @@ def _data_faults(task: Task) -> Iterable[str]:
                 " sampler has an order of its own, an iterable data set that yields it)"
             )
             continue
+        map_style, length = is_map_style(data), num_samples_of(data)
         if name == "valid" and hasattr(data, "__next__"):
             yield (
                 f"valid is an iterator (of type {type(data).__name__}), which can be read only once;"
@@ -597,19 +603,19 @@ def _data_faults(task: Task) -> Iterable[str]:
             )
         elif not map_style and not hasattr(data, "__iter__"):
             yield (
-                f"{name} is {_kind(data)}; give a data set with __len__ and __getitem__,"
+                f"{name} is {kind_of(data)}; give a data set with __len__ and __getitem__,"
                 " or an iterable one"
             )
         elif name == "train" and not map_style and task.lengths is not None:
             yield (
-                f"lengths are given for {name}, {_kind(data)}, whose samples have no index; leave them"
-                " out, or give a data set with __len__ and __getitem__"
+                f"lengths are given for {name}, {kind_of(data)}, whose samples have no index; leave"
+                " them out, or give a data set with __len__ and __getitem__"
             )
-        elif map_style and _length(data) == 0:
+        elif length == 0:
             yield f"{name} is an empty data set; give at least one sample"
-        elif name == "train" and map_style and _drops_all(task, _length(data)):
+        elif name == "train" and _drops_all(task, length):
             yield (
-                f"last='drop' drops every one of the {_length(data)} training samples, since they do"
+                f"last='drop' drops every one of the {length} training samples, since they do"
                 f" not fill one global batch of {task.global_batch}; use 'keep' or 'wrap'"
             )
 
@@ -631,7 +637,7 @@ def _batch_faults(task: Task) -> Iterable[str]:
             " the rate by itself; give schedule instead of scheduler"
         )
     unit = tokens_of(batch)
-    stream = _is_stream(task.train)
+    stream = not is_map_style(task.train)
     if unit is not None and not stream and lengths_for(task) is None:
         yield (
             f"global_batch is {as_text(batch)} and no lengths are given; give lengths, or the Tokens"
@@ -639,9 +645,9 @@ def _batch_faults(task: Task) -> Iterable[str]:
         )
     if unit is not None and stream:
         yield (
-            f"global_batch is {as_text(batch)} and train is {_kind(task.train)}, whose samples have no"
-            " lengths before they are read; give a data set with __len__ and __getitem__, or a number"
-            " of samples"
+            f"global_batch is {as_text(batch)} and train is {kind_of(task.train)}, whose samples have"
+            " no lengths before they are read; give a data set with __len__ and __getitem__, or a"
+            " number of samples"
         )
     if task.last == "drop":
         yield (
@@ -657,11 +663,6 @@ def lengths_for(task: Task) -> Sequence[int] | Callable[[Any], Sequence[int]] | 
     if unit is None or unit.of is not None:
         return None if unit is None else unit.of
     return getattr(task.train, "lengths", None) if task.lengths is None else task.lengths
-
-
-def _is_stream(data: Any) -> bool:
-    map_style = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    return isinstance(data, IterableDataset) or not map_style
 
 
 def _drops_all(task: Task, num_samples: int | None) -> bool:

@@ -14,6 +14,19 @@ from anybatch.task import parameters_in
 DATA = TensorDataset(torch.zeros(10, 2))
 
 
+class SizedStream:
+    """Can only be iterated, and has a length."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
 def loss(model, batch):
     return model(batch[0]).mean()
 
@@ -86,8 +99,13 @@ def task_of(**changes):
             "(where its sampler has an order of its own, an iterable data set",
         ),
         ({"train": []}, "train is an empty data set"),
+        ({"train": SizedStream(0)}, "train is an empty data set"),
         ({"valid": []}, "valid is an empty data set"),
         ({"last": "drop", "global_batch": 11}, "drops every one of the 10 training samples"),
+        (
+            {"train": SizedStream(3), "last": "drop", "global_batch": 4},
+            "drops every one of the 3 training samples",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_named(changes, message):

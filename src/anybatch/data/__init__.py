@@ -32,8 +32,6 @@ from anybatch.data.lengths import padded_size as padded_size
 from anybatch.data.loader import Cut as Cut
 from anybatch.data.loader import Loader as Loader
 from anybatch.data.loader import StepData as StepData
-from anybatch.data.loader import is_map_style as is_map_style
-from anybatch.data.loader import num_samples_of as num_samples_of
 from anybatch.data.microbatch import batch_size as batch_size
 from anybatch.data.microbatch import differs as differs
 from anybatch.data.microbatch import map_leaves as map_leaves
@@ -62,3 +60,5 @@ from anybatch.data.tree import join as join
 from anybatch.data.tree import nodes_of as nodes_of
 from anybatch.data.tree import part_at as part_at
 from anybatch.data.tree import parts_of_rank as parts_of_rank
+from anybatch.task import is_map_style as is_map_style
+from anybatch.task import num_samples_of as num_samples_of

@@ -8,7 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from anybatch.data.batch_copies import apart
-from anybatch.data.failure import Bad, BadSamples, Place, shape_of, told, told_samples
+from anybatch.data.failure import (
+    Bad,
+    BadSamples,
+    Place,
+    refused_shared_memory,
+    shape_of,
+    told,
+    told_samples,
+)
 from anybatch.data.generators import Borrowed, seed_by
 from anybatch.data.order import mix
 from anybatch.errors import DataError
@@ -45,11 +53,8 @@ def collated(
     except Exception as error:
         if is_memory_error(error):
             raise
-        if "unable to allocate shared memory" in str(error):  # in a worker process
-            raise DataError(
-                f"a worker process that loads samples has no room in /dev/shm for a batch ({error}):"
-                " make it larger (docker run --shm-size), or use fewer num_workers, or num_workers=0."
-            ) from error
+        if refusal := refused_shared_memory(error):  # in a worker process
+            raise refusal from error
         bad = _bad_alone(collate, samples, names, seed)
         if bad:
             raise BadSamples(
@@ -75,7 +80,6 @@ def collated(
 
 
 def _bad_alone(collate: Collate, samples: list[Any], names: Sequence[Name], seed: int) -> list[Bad]:
-    """Returns the samples that cannot be collated even alone."""
     bad = []
     for position, (sample, name) in enumerate(zip(samples, names, strict=True)):
         seed_by(mix(seed, *name, _COLLATION))

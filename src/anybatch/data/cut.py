@@ -33,8 +33,6 @@ def share(num_samples: int, shares: Sequence[float | int], rank: int, unit: int 
     Raises `InputError` if the shares are not nonnegative numbers with a positive sum.
     """
     bounds = _boundaries(num_samples, tuple(shares), unit)
-    if not 0 <= rank < len(bounds) - 1:
-        raise InputError(f"rank {rank} has no share: there are {len(bounds) - 1} ranks, from 0.")
     return range(bounds[rank], bounds[rank + 1])
 
 
@@ -157,18 +155,8 @@ def micro_batches(part: range, micro_batch: int, ghost: int | None, total: int) 
 
     All pieces except the last have that size, since fixed shapes suit allocators and compilers. With
     `ghost`, no piece splits a ghost batch, so the last piece of the global batch may be one sample
-    larger.
-
-    Raises `InputError` if `micro_batch` is below 1 or splits ghost batches: it must be a multiple of
-    `ghost`, or hold all `total` samples.
+    larger: `micro_batch` is then a multiple of `ghost`, or holds all `total` samples.
     """
-    if micro_batch < 1 or (ghost and micro_batch % ghost and micro_batch < total):
-        raise InputError(
-            f"a micro-batch of {micro_batch} samples cannot hold whole ghost batches of {ghost}:"
-            " make it a multiple."
-            if micro_batch >= 1
-            else f"the micro-batch is {micro_batch}: make it at least 1."
-        )
     starts = range(part.start, part.stop, micro_batch)
     joined = ghost is not None and total > ghost and total % ghost == 1 and part.stop == total
     if joined and len(starts) > 1 and starts[-1] == total - 1:

@@ -28,12 +28,13 @@ from anybatch.data.collation import Collate, collated
 from anybatch.data.failure import Place, fetched, told
 from anybatch.data.generators import Borrowed
 from anybatch.data.lengths import Extent, micro_batches_by_length
-from anybatch.data.loader import Loader, is_map_style, num_samples_of
+from anybatch.data.loader import Loader
 from anybatch.data.microbatch import is_samples, parts_of, rebuilt
 from anybatch.data.schedule import Steps
 from anybatch.data.stream import Reading, check_readable
 from anybatch.errors import DataError, InputError
 from anybatch.oom import is_memory_error
+from anybatch.task import is_map_style, num_samples_of
 
 MOST_WITHOUT_LENGTH = 100_000
 """The most samples that a held-out stream without a length may yield, unless the whole training has
@@ -83,11 +84,9 @@ def evaluation_batches(
         endless: a stream without a length is considered endless if it yields more samples than this;
             None: no limit. A stream with a length is read up to its length.
 
-    Raises `InputError` for a batch below one or a stream that can be read only once, `DataError` as
+    Raises `InputError` for a stream that can be read only once, `DataError` as
     `Loader` does.
     """
-    if batch < 1:
-        raise InputError(f"the evaluation batch is {batch}: make it at least 1.")
     if not is_map_style(dataset):
         stream = partial(_Stream, dataset, collate or default_collate, seed, gaps, endless)
         return _of_stream(stream, batch, first, rank, shares, lockstep)

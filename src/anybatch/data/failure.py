@@ -64,6 +64,16 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def refused_shared_memory(error: BaseException) -> DataError | None:
+    """Returns the error to raise if `error` says that `/dev/shm` is full, else None."""
+    if "unable to allocate shared memory" not in str(error):
+        return None
+    return DataError(
+        f"a worker process that loads samples has no room in /dev/shm for a batch ({error}): make it"
+        " larger (docker run --shm-size), or use fewer num_workers, or num_workers=0."
+    )
+
+
 def told_samples(names: Sequence[tuple[int, int]], total: int | None = None) -> str:
     """Formats samples, given as (epoch, index) pairs, for messages; at most eight of `total` are
     listed."""

@@ -1,21 +1,11 @@
 """Fetches samples by index and collates them. The result does not depend on which process fetches, or
 on how the step is cut.
 
-There are two methods. Tensors in memory are indexed directly. Any other map-style data set is indexed
-one sample at a time (or through its `__getitems__`), and the samples are collated.
-
-The numbers that a sample draws from the default random generators must be a function of (seed, epoch,
-index) alone. Seeding before every sample would ensure this at a cost of 12 us per sample, but most data
-sets draw nothing. A fetch therefore first runs without seeding, at the data set's full speed, and then
-checks whether anything was drawn. If so, the result is discarded and fetched again, one sample at a
-time, each under its own seed, and all later fetches do the same. `__getitems__` is not used in that
-case, since one call for many samples leaves no place for a seed between them.
-
-Generators owned by the data set (an attribute, a global of its module) are also seeded before every
-sample: otherwise each worker process would repeat the draws of the others. Entropy from the operating
-system is not covered. A collate function that draws random numbers (masking in language modeling) is
-seeded by its first sample, so a restart repeats the draws; but they depend on the micro-batch, and a
-warning says so.
+What a sample draws from random generators must be a function of (seed, epoch, index) alone, but seeding
+takes 12 us per sample, and most data sets draw nothing. A fetch therefore runs without seeding first.
+If anything was drawn, it is repeated one sample at a time, each under its own seed, without
+`__getitems__`, and so are all later fetches. Generators that the data set owns are always seeded, so
+that workers do not repeat each other's draws. A collate function is seeded by its first sample.
 """
 
 from __future__ import annotations

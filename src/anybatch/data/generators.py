@@ -1,11 +1,9 @@
 """Saves, seeds and restores the process's default random generators (Python's, torch's, NumPy's) around
 the fetching of samples.
 
-A data set with random augmentation draws from these generators, and so does training (dropout). The two
-must not interact: what a sample draws may depend only on the sample, and what training draws may not
-depend on how many samples were fetched in between. A fetch therefore borrows the generators and
-restores them afterwards. It also detects whether anything was drawn, so that data sets without
-randomness, the usual case, do not pay for seeding.
+What a sample draws may depend only on the sample, and what training draws (dropout) not on the samples
+fetched in between. A fetch therefore borrows the generators and restores them afterwards. It detects
+whether anything was drawn, so that data sets without randomness do not pay for seeding.
 """
 
 from __future__ import annotations

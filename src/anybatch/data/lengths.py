@@ -1,21 +1,17 @@
 """Samples of unequal length: their lengths, and how they are grouped.
 
-The memory and time of a padded micro-batch depend on its padded size (the number of its samples times
-the longest length), not on its number of samples. Micro-batches are therefore cut by padded size, ranks
-take parts of equal total length, and the samples of one global batch are sorted by length, longest
-first, so that neighbors are similar and little is padded. The set of samples in a global batch stays
-the same.
+Micro-batches are cut by padded size (number of samples times the longest length), ranks take parts of
+equal total length, and the samples of a global batch are sorted by length, longest first:
 
     lengths         9 9 8 | 4 4 3 3 2 2 | 1 1 1 ...      micro-batches of at most 27 padded tokens
 
-The longest samples are not representative, so the noise of gradients cannot be measured on them. In the
-steps in which it is measured, some samples therefore precede the sorted ones, in the order in which
-they were drawn.
+In steps that measure the noise of gradients, some samples precede the sorted ones, in the order in
+which they were drawn, since the longest samples are not representative.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -52,9 +48,6 @@ class Extent:
     num_samples: int
     lengths: np.ndarray | None = None
     num_drawn: int = 0
-
-    def __post_init__(self) -> None:
-        assert self.lengths is None or len(self.lengths) == self.num_samples
 
     def share(self, shares: Sequence[float | int], rank: int, ghost: int | None = None) -> range:
         """Returns the part that `rank` takes: by total length if lengths are known, otherwise by number
@@ -106,7 +99,8 @@ def _checked(found: Any, dataset: Any, name: str) -> Tensor:
     try:
         lengths = _whole_numbers(found)
     except (TypeError, ValueError, RuntimeError) as error:
-        at = next(_not_whole(found), None)
+        listed = enumerate(found) if isinstance(found, list | tuple) else ()
+        at = next((pair for pair in listed if not isinstance(pair[1], Integral)), None)
         told = f"that of sample {at[0]} is {at[1]!r}" if at else str(error)
         raise InputError(
             f"the lengths of the {name} samples cannot be used ({told}): give one whole number for"
@@ -133,11 +127,6 @@ def _whole_numbers(found: Any) -> Tensor:
     if lengths.dim() != 1:
         raise ValueError(f"their shape is {tuple(lengths.shape)}")
     return lengths.to("cpu", torch.int64)
-
-
-def _not_whole(found: Any) -> Iterator[tuple[int, Any]]:
-    if isinstance(found, list | tuple):
-        yield from ((i, one) for i, one in enumerate(found) if not isinstance(one, Integral))
 
 
 def longest_first(lengths: Tensor, steps: Steps, order: Tensor, epoch: int) -> Tensor:

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
 from anybatch.data.collation import Collate
 from anybatch.data.cut import around, positions
@@ -40,7 +39,7 @@ samples, none of them empty. It must return the same ranges for the same extent.
 
 @dataclass(frozen=True, slots=True)
 class StepData:
-    """One global step as seen by this rank.
+    """One global step as seen by this rank. Everything from `ranges` on is set when it is cut.
 
     Attributes:
         index: number of steps before it.
@@ -62,27 +61,10 @@ class StepData:
     num_samples: int
     epoch_end: bool
     next_epoch: int
-    ranges: Sequence[range]
-    micro_batches: Iterator[Any]
-    extent: Extent
+    ranges: Sequence[range] = ()
+    micro_batches: Iterator[Any] = field(default_factory=lambda: iter(()))
+    extent: Extent = field(default_factory=lambda: Extent(0))
     gaps: Sequence[int] = ()
-
-
-def is_map_style(dataset: Any) -> bool:
-    """Returns whether samples are accessed by index. (`IterableDataset` has a `__getitem__` too.)"""
-    return (
-        hasattr(dataset, "__getitem__")
-        and hasattr(dataset, "__len__")
-        and not isinstance(dataset, IterableDataset)
-    )
-
-
-def num_samples_of(dataset: Any) -> int | None:
-    """Returns the length of a data set, as `Steps` takes it; None for a stream of unknown length."""
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):  # no __len__, or one that says it has none
-        return None
 
 
 class StepLoader(ABC):
@@ -114,8 +96,7 @@ class StepLoader(ABC):
 
         Raises `DataError` if a stream fails or yields no sample.
         """
-        if self._cut is None:
-            raise InputError("the loader has not begun: call begin(index, cut) first.")
+        assert self._cut is not None  # `begin` was called
         step = self._step(self._next)
         if step is None:
             return None
@@ -132,10 +113,7 @@ class StepLoader(ABC):
     def redo(self, cut: Cut, gaps: Sequence[int] = ()) -> StepData:
         """Returns the last step of `next_step` again, under `cut`, which also applies to later
         steps."""
-        if self._current is None:
-            raise InputError(
-                "there is no step to redo, since none is held: call next_step() first."
-            )
+        assert self._current is not None  # `next_step` was called
         self.begin(self._current.index, cut)
         data = self.next_step(gaps)
         assert data is not None  # it was there before
@@ -214,11 +192,6 @@ class Loader(StepLoader):
         by_length: bool = False,
     ) -> None:
         super().__init__(collate)
-        if steps.num_samples != len(dataset):
-            raise InputError(
-                f"the steps are laid out for {steps.num_samples} samples, but the data set has"
-                f" {len(dataset)}: lay them out for the data set that is loaded."
-            )
         self._steps = steps
         self._lengths = lengths
         self._by_length = by_length
@@ -285,9 +258,6 @@ class Loader(StepLoader):
             num_samples=num_samples,
             epoch_end=steps.is_epoch_end(index),
             next_epoch=steps.epoch_of(index + 1),
-            ranges=(),
-            micro_batches=iter(()),
-            extent=Extent(num_samples),
         )
 
     def _fetched(self, step: StepData, number: int, parts: Sequence[range]) -> Any:

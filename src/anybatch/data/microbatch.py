@@ -368,13 +368,11 @@ def _kind(value: Any) -> Any:
 
 
 def _are_records(node: Any) -> bool:
-    """Whether `node` is a list or tuple of mappings."""
     members = [member for member in node if member is not None] if _is_sequence(node) else []
     return bool(members) and all(isinstance(member, Mapping) for member in members)
 
 
 def _are_of_one_kind(node: Sequence[Any]) -> bool:
-    """Whether the members of `node` are tensors or arrays of one kind."""
     return isinstance(node[0], Tensor | np.ndarray) and len({_kind(one) for one in node}) == 1
 
 

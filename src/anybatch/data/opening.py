@@ -8,11 +8,11 @@ from torch import Tensor
 
 from anybatch.batch_rule import Ramp, as_text, largest_target
 from anybatch.data.lengths import lengths_of
-from anybatch.data.loader import Loader, is_map_style, num_samples_of
+from anybatch.data.loader import Loader
 from anybatch.data.order import permutation
 from anybatch.data.schedule import Steps
 from anybatch.data.stream import StreamLoader
-from anybatch.task import Task, lengths_for
+from anybatch.task import Task, is_map_style, lengths_for, num_samples_of
 
 
 def steps_of(task: Task) -> Steps:

@@ -31,7 +31,7 @@ from anybatch.batch_rule import (
     target_at,
 )
 from anybatch.data.boundaries import Boundaries, Reached, most_samples
-from anybatch.errors import DataError, InputError
+from anybatch.errors import InputError
 
 Last = Literal["keep", "drop", "wrap"]
 
@@ -67,7 +67,7 @@ class Steps:
         lengths: function from an epoch to the lengths of its samples in their order, int64, shape
             `[num_samples]`, if the global batch is in tokens.
 
-    Raises `InputError` (`DataError` if the data set is at fault) if no step can be formed.
+    Raises `InputError` for a ramp over `epochs` of a stream of unknown length. `Task` checks the rest.
     """
 
     num_samples: int | None
@@ -79,33 +79,12 @@ class Steps:
     lengths: Callable[[int], np.ndarray] | None = None
 
     def __post_init__(self) -> None:
-        lengths = {"epochs": self.epochs, "steps": self.steps, "samples": self.samples}
-        given = {name: value for name, value in lengths.items() if value is not None}
-        if (
-            len(given) != 1
-            or largest_target(self.global_batch) < 1
-            or any(v < 1 for v in given.values())
-        ):
-            raise InputError(
-                f"training with global_batch={self.global_batch} and {given or 'no length'} cannot"
-                " be laid out: give a global_batch of at least 1 and exactly one of epochs, steps"
-                " and samples, at least 1."
-            )
-        if self.last not in ("keep", "drop", "wrap"):
-            raise InputError(f"last is {self.last!r}: give 'keep', 'drop' or 'wrap'.")
-        if self.num_samples is not None and self.num_samples < 1:
-            raise DataError("the training data set is empty: give at least one sample.")
         rule = self.global_batch
         if isinstance(rule, Ramp) and self.steps is None and self._given_samples is None:
             raise InputError(
                 f"global_batch is {as_text(rule)}, which goes by the part of training that is done, and"
                 " the length of the training data is unknown: give steps=... or samples=... instead of"
                 " epochs=..."
-            )
-        if self.num_samples is not None and self.epoch_samples == 0:
-            raise DataError(
-                f"last='drop' drops every one of the {self.num_samples} training samples, since"
-                f" they do not fill one global batch of {self.global_batch}: use 'keep' or 'wrap'."
             )
 
     @cached_property

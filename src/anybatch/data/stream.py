@@ -1,12 +1,8 @@
 """StreamLoader: global steps of data sets that can only be iterated.
 
-Every rank reads the whole stream, in the training process, and takes its ranges of each global batch,
-so the order is that of the stream and does not depend on ranks. The composition of a step is determined
-as the stream is read. The samples of a step are held until it is committed, since a stream cannot be
-read twice: a redo uses the same samples.
-
-A sample that the stream fails to yield keeps its position in the global batch, as `Unreadable`. If bad
-samples are to be left out, the step is redone without it.
+Every rank reads the whole stream, in the training process, and takes its ranges of each global batch.
+The samples of a step are held until it is committed, since a stream cannot be read twice. A sample that
+the stream fails to yield keeps its position in the global batch, as `Unreadable`.
 """
 
 from __future__ import annotations
@@ -228,9 +224,6 @@ class _Reader:
             num_samples=len(samples),
             epoch_end=epoch_end,
             next_epoch=next_epoch,
-            ranges=(),
-            micro_batches=iter(()),
-            extent=Extent(len(samples)),
         )
         self.next_index += 1
         self._taken += len(samples)

@@ -1,15 +1,9 @@
 """Worker processes that prefetch batches: torch's `DataLoader`, with errors that name samples.
 
-The unit of work is a whole micro-batch, fetched and collated in the worker. Each worker keeps two
-numbers in shared memory, its current request and the number of samples it has loaded:
-
-    worker 0   request 4, 17 samples loaded     <- next() waits for request 4
-    worker 1   request 5,  9 samples loaded
-
-A worker that has died, or hangs (a file system that does not respond), is therefore reported with the
-samples that it was loading. Workers are considered hung if none of them has loaded a sample for
-`DEADLINE_SECONDS` while a batch is awaited. A worker exits by itself when the training process is gone,
-for whatever reason.
+The unit of work is a whole micro-batch, fetched and collated in the worker. Each worker keeps its
+current request and the number of samples that it has loaded in shared memory, so that one that has died
+or hangs is reported with its samples. Workers hang if none of them has loaded a sample for
+`DEADLINE_SECONDS` while a batch is awaited. A worker exits by itself when the training process is gone.
 """
 
 from __future__ import annotations
@@ -29,11 +23,12 @@ from multiprocessing.sharedctypes import RawArray
 from typing import Any, NamedTuple, final
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from anybatch.data.failure import told, told_samples
+from anybatch.data.failure import refused_shared_memory, told, told_samples
 from anybatch.data.fetch import Piece, Request, SampleFetch
-from anybatch.data.shared_memory import check_shared_memory
+from anybatch.data.microbatch import map_leaves
 from anybatch.errors import DataError
 from anybatch.oom import is_memory_error
 
@@ -86,11 +81,8 @@ class WorkerPool:
     def restart(self) -> None:
         """Discards prefetched batches and calls `requests()` again.
 
-        Raises `DataError` if the operating system refuses resources that workers need, or `/dev/shm`
-        has no room for their batches.
+        Raises `DataError` if the operating system refuses resources that workers need.
         """
-        if self._loader is None and (first := next(self._requests(), None)) is not None:
-            check_shared_memory(self._fetch, first, self._num_workers)
         self._asked.clear()
         self._num_waited_for = self._num_asked
         try:
@@ -257,14 +249,28 @@ class _Served(Dataset[Any]):
         self._fetch.on_sample = partial(self._count, 2 * info.id + 1)
         self._cells[2 * info.id], request = key
         try:
-            return self._fetch([Piece(epoch, torch.from_numpy(keys)) for epoch, keys in request])
+            batch = self._fetch([Piece(epoch, torch.from_numpy(keys)) for epoch, keys in request])
+            # Otherwise the thread that sends it would do so: a refusal there loses the batch.
+            map_leaves(batch, _shared)
+            return batch
         except DataError as error:
             return _Failure(error, traceback.format_exc())
+        except RuntimeError as error:
+            if (refusal := refused_shared_memory(error)) is None:
+                raise
+            return _Failure(refusal, traceback.format_exc())
         finally:
             self._cells[2 * info.id] = _NONE
 
     def _count(self, cell: int) -> None:
         self._cells[cell] += 1
+
+
+def _shared(leaf: Any) -> Any:
+    """Moves a tensor in host memory to shared memory, in place."""
+    if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.layout is torch.strided:
+        leaf.share_memory_()
+    return leaf
 
 
 @final

@@ -429,9 +429,7 @@ def _limits() -> Iterator[Finding]:
 
 
 def _shm() -> Finding:
-    meaning = (
-        "workers that load data pass samples through it, and end with a bus error if it is full"
-    )
+    meaning = "workers that load data pass batches through it, and are refused if it is full"
     remedy = "docker run --shm-size 8g, mount -o remount,size=8G /dev/shm, or load without workers"
     if not os.access("/dev/shm", os.W_OK):
         return Finding("/dev/shm", "not there, or not to be written to", "warning", meaning, remedy)

@@ -1,10 +1,7 @@
 """Planning: makes a plan for a task and the available devices, on one rank or on several together.
 
-A model that cannot be traced is measured instead, on the device of this process.
-
-With several ranks, each rank describes its device to the others, and together they measure the speed of
-communication. Rank 0 makes the plan and the others receive it, so that rounding or settings cannot make
-the ranks' plans differ.
+A model that cannot be traced is measured instead, on the device of this process. With several ranks,
+each describes its device to the others, and rank 0 makes the plan for all.
 """
 
 from __future__ import annotations
@@ -486,7 +483,6 @@ def _measured_refusal(
 
 
 def _is_remembered(plan: Plan) -> bool:
-    """Returns whether `plan` was rehearsed in an earlier call."""
     return plan.prediction is not None and plan.prediction.rehearsed
 
 

@@ -1,9 +1,7 @@
 """When a run saves checkpoints, and how it is stopped by a signal.
 
-All ranks write a checkpoint after the same step, so all of them have to know the reason for it. Some
-reasons are known to every rank: the step number, the loss of an evaluation, an error that all ranks
-raise at the same point. A timer or a signal is known to one rank, which communicates it in the vote of
-the next step (`Wish`).
+All ranks write a checkpoint after the same step, so all of them have to know the reason for it. What
+only one rank knows, it communicates in the vote of the next step (`Wish`).
 
     every N steps                  known to all ranks
     every N minutes                requested by rank 0

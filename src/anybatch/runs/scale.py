@@ -29,6 +29,7 @@ from anybatch.rank.record import predicted_parts
 from anybatch.runs.planning import default_ranks, plan
 from anybatch.runs.train import train
 from anybatch.task import Task, check_task
+from anybatch.units import check_count
 
 STEPS = 12
 
@@ -83,8 +84,7 @@ def scale(
 
 def _check(ranks: Sequence[int], steps: int, machine: Machine | None) -> None:
     for count in ranks:
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise InputError(f"ranks has {count!r}: give whole numbers of at least 1.")
+        check_count(count, "one of ranks")
     if not ranks:
         raise InputError("ranks is empty: give numbers of ranks, such as 1,2,4.")
     if steps < 3:

@@ -354,7 +354,6 @@ class Session:
         return Rehearsing(plan, self._replica, rehearse, used, is_fixed).plan()
 
     def _exchanged(self, mine: T) -> Sequence[T]:
-        """Returns the values of all ranks."""
         return self._group.exchange(mine)
 
     @_at_work("saving")

@@ -1,11 +1,7 @@
 """Base: the parameters that a run does not train, which its checkpoints leave out.
 
-With adapters on a large model, nearly all parameters belong to the base model, which the task's own
-function rebuilds with identical bits. Saving it would only copy it to the disk every ten minutes. A
-checkpoint therefore holds the checksum of each such parameter instead, and a run is not resumed with a
-different base.
-
-The criterion is the values, not `requires_grad`: a parameter that no optimizer holds but that has been
+The task's own function rebuilds them with identical bits, so a checkpoint holds their checksums only,
+and a run is not resumed with a different base. A parameter that no optimizer holds but that has been
 modified (a teacher that follows the model, for example) is saved. If the task was given a module,
 everything is saved, since it is unknown how the module was built.
 """

@@ -1,13 +1,9 @@
 """Writes the bytes of tensors to files and reads them back, in blocks that each have a checksum.
 
-`torch.save` writes everything as one object. Here only some rows at a time are copied, rows can be read
-without the rest, and data is checked before it is used. A tensor is stored as its elements in row-major
-order, regardless of its strides.
-
-The checksum is zlib's CRC-32. It detects every flipped bit and every burst of up to 32 bits, and misses
-other damage to a block with a probability of 2**-32. It ran at 6.5 GB/s on one core, compared with 1.7
-for SHA-256 and 1.1 for BLAKE2. It protects against accidents, not against forgery, which is sufficient:
-a checkpoint holds numbers, never code.
+Only some rows at a time are copied, and rows can be read without the rest. A tensor is stored as its
+elements in row-major order, regardless of its strides. The checksum, zlib's CRC-32, protects against
+accidents, not against forgery: a checkpoint holds numbers, never code. It ran at 6.5 GB/s on one core,
+compared with 1.7 for SHA-256 and 1.1 for BLAKE2.
 """
 
 from __future__ import annotations

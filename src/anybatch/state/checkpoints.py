@@ -1,6 +1,6 @@
 """Checkpoints: saved while training continues, verified, and loaded.
 
-A save must not stop training, must not kill it, and must not be trusted until it is verified:
+A save must neither stop nor end training, and is not trusted until it is verified:
 
     save      the state is copied (or, without room for a copy, written directly), and a thread writes
               the copy while the next steps run
@@ -9,9 +9,8 @@ A save must not stop training, must not kill it, and must not be trusted until i
     newest    every byte is read and compared with its checksum before a run uses it
     load      each rank reads its own part, however the parts were cut when it was saved; checked again
 
-Threads do not communicate with other ranks: a rank may fail at any moment, and collectives would make
-the others wait for it. The result of a save is communicated by files, and by the next call that all
-ranks make together.
+Threads do not use collectives, in which others would wait for a rank that fails: the result of a save
+is communicated by files, and by the next call that all ranks make together.
 """
 
 from __future__ import annotations
@@ -61,8 +60,6 @@ class Saved:
     """A completed checkpoint.
 
     Attributes:
-        step: step of the checkpoint.
-        folder: path of the checkpoint.
         num_bytes: size of its tensors, over all ranks.
         seconds: time from the call of `save` until it was complete.
         held_seconds: part of this time during which `save` blocked training.
@@ -88,13 +85,8 @@ class Found:
     """An intact checkpoint.
 
     Attributes:
-        step: step of the checkpoint.
-        folder: path of the checkpoint.
-        facts: facts of its content.
         tensors: shape and dtype of each of its tensors (whole, not a rank's part), by name.
-        score: score that it was saved with.
         passed_over: sentences about newer checkpoints that are not intact.
-        manifest: location of its data.
     """
 
     step: int
@@ -114,13 +106,9 @@ class Checkpoints:
         folder: created when it is needed.
         group: the ranks.
         keep: number of most recent checkpoints to keep, in addition to the one with the best score.
-
-    Raises `InputError` if `keep` is below 1.
     """
 
     def __init__(self, folder: Path, group: Group, *, keep: int = 3) -> None:
-        if keep < 1:
-            raise InputError(f"keep is {keep}: at least the last checkpoint has to stay.")
         self._folder = Folder(Path(folder))
         self._group = group
         self._keep = keep

@@ -1,9 +1,7 @@
 """Storage for `torch.distributed.checkpoint`: writes and reads what its planners plan.
 
-torch's planners support DTensors, meshes and resharding, and are used unchanged. Its own storage is not
-used: it pickles, writes from within collectives, and checks nothing that it reads. Here a save is
-divided into two phases. Everything that all ranks must agree on is done immediately, within torch's
-protocol:
+torch's planners are used unchanged. Its own storage is not used: it pickles, writes from within
+collectives, and checks nothing that it reads. What all ranks must agree on is done immediately:
 
     plan      each rank lists what it has; rank 0 assigns what several ranks have (collective)
     lay out   each rank determines the position of its slices in its file; copies them, if there is room
@@ -165,11 +163,8 @@ class Writer(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Checks the content. Raises `InputError` if it cannot be saved."""
         for name, tensor in self._tensors.items():
-            if not isinstance(tensor, Tensor):
-                raise InputError(f"{name!r} is a {type(tensor).__name__}, and not a tensor")
             if fault := _strange(tensor):
                 raise InputError(f"{name!r} {fault}")
-        _check_facts(self._facts, "facts")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Returns the plan unchanged."""
@@ -523,12 +518,8 @@ class Reader(StorageReader):
 
 def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Returns the tensors in the form that planners take. Meta tensors, which planners would give
-    values, and values that are not tensors are replaced by a placeholder, and refused later, where all
-    ranks are informed."""
-    return {
-        name: one.detach() if isinstance(one, Tensor) and not one.is_meta else ""
-        for name, one in tensors.items()
-    }
+    values, are replaced by a placeholder, and refused later, where all ranks are informed."""
+    return {name: "" if one.is_meta else one.detach() for name, one in tensors.items()}
 
 
 def _offset(index: MetadataIndex) -> tuple[int, ...]:
@@ -553,8 +544,6 @@ def _strange(tensor: Tensor) -> str:
 
 def _misfit(tensor: Tensor, record: TensorRecord) -> str:
     """Returns why `tensor` cannot be filled from `record`; empty if it can."""
-    if not isinstance(tensor, Tensor):
-        return f"is a {type(tensor).__name__} here, and not a tensor"
     if fault := _strange(tensor):
         return fault
     if list(tensor.shape) != record.shape:
@@ -563,16 +552,3 @@ def _misfit(tensor: Tensor, record: TensorRecord) -> str:
     if saved != tensor.dtype and not (saved.is_floating_point and tensor.is_floating_point()):
         return f"is {record.dtype} there and {dtype_name(tensor.dtype)} here"
     return ""
-
-
-def _check_facts(value: Any, place: str) -> None:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise InputError(f"{place} has the key {key!r}, and JSON knows only text there")
-            _check_facts(item, f"{place}.{key}")
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            _check_facts(item, f"{place}.{number}")
-    elif type(value) not in (str, int, float, bool, type(None)):
-        raise InputError(f"{place} is a {type(value).__name__}, which JSON cannot hold")

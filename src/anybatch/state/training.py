@@ -10,10 +10,9 @@ restoration.
 The names do not depend on ranks, precision or plan, so a run can be resumed under any of them. If ranks
 take steps independently, their optimizers differ, and names begin with `rank-N.`.
 
-State that can be derived is not saved: random state and the order of samples are functions of the step;
-the learning rate is that of the task's schedule, or of as many steps of its scheduler, or follows from
-the losses of evaluations. Of the options of an optimizer, only those that training has changed are
-saved: the task determines the others, also when a run is resumed.
+State that can be derived is not saved: random state, the order of samples and the learning rate are
+functions of the step (and of the losses of evaluations). Of the options of an optimizer, only those
+that training has changed are saved: the task determines the others.
 
 Parameters that are not trained are rebuilt by the task, if it has a function for that: see `base.py`.
 """
@@ -31,7 +30,7 @@ from anybatch.compute import Replica
 from anybatch.compute.low_bit_optimizers import fresh_state, is_compiled, parts_of
 from anybatch.data import identity_of_batch, num_samples_of
 from anybatch.engine import LearningRate
-from anybatch.errors import InputError
+from anybatch.errors import InputError, kind_of
 from anybatch.parallel import Group
 from anybatch.state.base import Base
 from anybatch.state.checkpoints import Content, Found
@@ -413,13 +412,9 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(name, item) for item in value]
     raise InputError(
-        f"the optimizer remembers {name!r}, {_kind(value)}, which a checkpoint cannot hold: it holds"
+        f"the optimizer remembers {name!r}, {kind_of(value)}, which a checkpoint cannot hold: it holds"
         " tensors and plain values."
     )
-
-
-def _kind(value: object) -> str:
-    return f"a value of type {type(value).__name__}"
 
 
 def _short(name: str) -> str:

@@ -4,9 +4,7 @@ Names are those of the plain model's `state_dict`, regardless of wrappers: `modu
 DistributedDataParallel, `_orig_mod.` of torch.compile and the like are accepted in files and never
 written. A sharded model is written whole, and a file of a whole model can be loaded into a sharded one.
 
-No file is trusted: safetensors contains no code, and torch's own files are read with
-`weights_only=True`. A file is inspected before it is read, since the target of a link is often
-something else.
+No file is trusted: torch's own files are read with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from anybatch.errors import InputError, some
+from anybatch.errors import InputError, kind_of, some
 from anybatch.oom import is_memory_error
 from anybatch.parallel import exchange, leads
 
@@ -173,8 +171,8 @@ def _write_safetensors(state: dict[str, Any], path: Path) -> None:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise InputError(
-                f"{name!r} is {_kind(value)}, and safetensors holds tensors only: save to a file whose"
-                f" name ends in {TORCH_SUFFIXES[0]}."
+                f"{name!r} is {kind_of(value)}, and safetensors holds tensors only: save to a file"
+                f" whose name ends in {TORCH_SUFFIXES[0]}."
             )
         if value.layout is not torch.strided:
             value = value.to_dense()
@@ -259,7 +257,7 @@ def read_weights(path: Path) -> Mapping[str, Any]:
         raise InputError(f"the weights {path} cannot be read: {_why(error)}.") from None
     if not isinstance(found, Mapping):
         raise InputError(
-            f"the weights {path} cannot be read: the file holds {_kind(found)} where a state dict"
+            f"the weights {path} cannot be read: the file holds {kind_of(found)} where a state dict"
             " belongs; save model.state_dict()."
         )
     return found
@@ -376,7 +374,7 @@ def _misfit(name: str, value: Any, place: Any) -> Iterator[str]:
     if not isinstance(place, Tensor):
         return  # extra state, which only its module understands
     if not isinstance(value, Tensor):
-        yield f"{name!r} is {_kind(value)} in the file"
+        yield f"{name!r} is {kind_of(value)} in the file"
     elif value.shape != place.shape:
         yield (
             f"{name!r} has the shape {tuple(value.shape)} in the file and {tuple(place.shape)} in the"
@@ -420,7 +418,3 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 def _is_sharded(model: nn.Module) -> bool:
     return any(hasattr(param, "full_tensor") for param in model.parameters())
-
-
-def _kind(value: object) -> str:
-    return f"a value of type {type(value).__name__}"

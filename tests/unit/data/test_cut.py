@@ -64,9 +64,6 @@ def test_pieces_have_one_size_but_the_last():
         (lambda: share(10, [0, 0], 0), "above zero"),
         (lambda: share(10, [1, -1], 0), "at least zero"),
         (lambda: share(10, [1, math.nan], 0), "at least zero"),
-        (lambda: share(10, [1, 1], 2), "rank 2"),
-        (lambda: micro_batches(range(10), 6, 4, 10), "ghost batches of 4"),
-        (lambda: micro_batches(range(10), 0, None, 10), "at least 1"),
     ],
 )
 def test_what_cannot_be_cut(call, says):

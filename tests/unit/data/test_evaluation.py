@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from anybatch.data.evaluation import evaluation_batches
-from anybatch.errors import DataError, InputError
+from anybatch.errors import DataError
 
 from .sets import Augmented, Broken, Numbers, Ragged, Stream
 
@@ -56,8 +56,3 @@ def test_augmentation_is_the_same_for_every_batch_size():
 def test_bad_data(dataset, says):
     with pytest.raises(DataError, match=says):
         list(evaluation_batches(dataset, None, 4))
-
-
-def test_a_batch_of_nothing():
-    with pytest.raises(InputError, match="at least 1"):
-        evaluation_batches(Numbers(3), None, 0)

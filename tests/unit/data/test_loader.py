@@ -11,10 +11,11 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 
 from anybatch.data.fetch import TensorFetch, open_fetch
 from anybatch.data.generators import restore, snapshot
-from anybatch.data.loader import Loader, is_map_style, num_samples_of
+from anybatch.data.loader import Loader
 from anybatch.data.order import permutation
 from anybatch.data.schedule import Steps
 from anybatch.errors import DataError, InputError
+from anybatch.task import is_map_style, num_samples_of
 
 from .sets import (
     Augmented,
@@ -236,20 +237,6 @@ def test_a_sample_that_failed_for_once_is_taken():
     assert len(everything(Once(4), 4)) == 1
     with pytest.raises(DataError, match="sample 2"):
         everything(dataset, 4)
-
-
-def test_wrong_use():
-    loader = loader_of(Numbers(4))
-    with pytest.raises(InputError, match="call begin"):
-        loader.next_step()
-    with pytest.raises(InputError, match="next_step"):
-        loader.redo(whole(1))
-    with pytest.raises(InputError, match="5 samples, but the data set has 4"):
-        Loader(Numbers(4), Steps(5, 2, epochs=1))
-    loader.begin(0, whole(1))
-    loader.close()
-    with pytest.raises(InputError, match="call begin"):
-        loader.next_step()
 
 
 def test_map_style():

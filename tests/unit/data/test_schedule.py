@@ -3,7 +3,7 @@
 import pytest
 
 from anybatch.data.schedule import Span, Steps
-from anybatch.errors import DataError, InputError
+from anybatch.errors import InputError
 
 PICTURE = {
     "keep": [[(0, 0, 4)], [(0, 4, 8)], [(0, 8, 10)], [(1, 0, 4)], [(1, 4, 8)], [(1, 8, 10)]],
@@ -69,19 +69,3 @@ def test_a_stream_knows_only_what_follows_from_the_task():
     assert Steps(None, 4, steps=3).total_samples == 12
     with pytest.raises(InputError, match="as it is read"):
         Steps(None, 4, epochs=2).epoch_of(0)
-
-
-@pytest.mark.parametrize(
-    ("fields", "error", "says"),
-    [
-        ({"num_samples": 0, "epochs": 1}, DataError, "empty"),
-        ({"num_samples": 3, "last": "drop", "epochs": 1}, DataError, "drops every one of the 3"),
-        ({"num_samples": 3}, InputError, "exactly one of"),
-        ({"num_samples": 3, "epochs": 1, "steps": 1}, InputError, "exactly one of"),
-        ({"num_samples": 3, "epochs": 0}, InputError, "at least 1"),
-        ({"num_samples": 3, "epochs": 1, "last": "skip"}, InputError, "'skip'"),
-    ],
-)
-def test_what_cannot_be_laid_out(fields, error, says):
-    with pytest.raises(error, match=says):
-        Steps(**{"global_batch": 4} | fields)

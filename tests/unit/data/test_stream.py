@@ -5,7 +5,7 @@ import torch
 
 from anybatch.data.schedule import Steps
 from anybatch.data.stream import StreamLoader
-from anybatch.errors import DataError, InputError
+from anybatch.errors import DataError
 
 from .sets import Ragged, Stream, steps_of, whole
 
@@ -89,17 +89,6 @@ def test_describe_tells_numbers_in_the_stream():
     assert loader.describe(range(2)) == "no samples"
     loader.next_step()
     assert loader.describe(range(2, 6)) == "samples 8, 9, 0, 1 (epochs 0 to 1)"
-
-
-def test_redo_needs_a_held_step():
-    loader = StreamLoader(Stream(10), Steps(None, 6, epochs=1))
-    with pytest.raises(InputError, match="call begin"):
-        loader.next_step()
-    loader.begin(0, whole(6))
-    loader.next_step()
-    loader.commit()
-    with pytest.raises(InputError, match="none is held"):
-        loader.redo(whole(3))
 
 
 @pytest.mark.parametrize(

@@ -361,7 +361,7 @@ def test_little_shared_memory_is_told(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder: usage)
 
     have(64 << 20, 64 << 20)
-    told(checks.cores_and_memory, "/dev/shm", "warning", "bus error", "--shm-size")
+    told(checks.cores_and_memory, "/dev/shm", "warning", "refused if it is full", "--shm-size")
     have(GIB, 1 << 20)
     told(checks.cores_and_memory, "/dev/shm", "warning", "have left there")
     have(0, 0)

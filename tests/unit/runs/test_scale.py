@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_a_row_with_its_reason():
     ("options", "told"),
     [
         ({"ranks": []}, "ranks is empty"),
-        ({"ranks": [1, 0]}, "ranks has 0"),
+        ({"ranks": [1, 0]}, "one of ranks is 0"),
         ({"ranks": [1], "steps": 2}, "steps is 2"),
         ({"ranks": [1], "machine": ab.Machine.describe("2 x 24GiB")}, "has 2 devices"),
     ],
