@@ -11,9 +11,7 @@ sharded, checksummed and saved like any frozen parameter.
 
 from __future__ import annotations
 
-import logging
 import math
-import warnings
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Literal, TypeAlias
@@ -23,13 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.errors import InputError
-from anybatch.process.log_filter import silenced
 
 Base: TypeAlias = Literal["int8", "nf4"]
 """Format of the frozen weights."""
 
 _BLOCK, _SCALES = 64, 256  # weights that share a scale, and scales that share a scale, in nf4
-_LOGS = "torchao", "torch.utils._pytree"  # of kernels that this torch cannot load, among others
 _LEAST_BLOCK = 16  # in smaller blocks, the scales would take too much of the memory
 
 
@@ -138,10 +134,8 @@ def num_weights(model: nn.Module) -> int:
 def _quantizer(base: Base) -> Callable[[Tensor], Tensor]:
     """Returns the function that quantizes a weight `[out, in]` to the format `base`."""
     try:
-        with silenced(_LOGS, logging.WARNING), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            formats: Any = import_module("torchao.quantization")
-            per_row = import_module("torchao.quantization.granularity").PerRow()
+        formats: Any = import_module("torchao.quantization")
+        per_row = import_module("torchao.quantization.granularity").PerRow()
     except ImportError:
         raise InputError(
             f"base is {base!r}, a format of torchao, which is not installed: pip install torchao"
