@@ -1,6 +1,7 @@
-"""What do the adapters for other frameworks' trainers change? Two commands:
+"""What do the adapters for other frameworks' trainers change? Three commands:
 
     python benchmarks/hosts/run.py figures
+    python benchmarks/hosts/run.py lightning
     python benchmarks/hosts/run.py judge NAME VERSION ALONE.xml IN_PLACE.xml
 
 Each writes its part of `benchmarks/results/hosts.json`, and all that is there as `hosts.md`.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib.metadata
 import json
 import os
 import statistics
@@ -153,6 +155,35 @@ def overheads() -> dict[str, Any]:
     return found
 
 
+def of_lightning() -> dict[str, Any]:
+    """Distances of Lightning with the strategy, by number of ranks, and overheads as of the Trainer."""
+    from tests.equivalence import test_lightning_trainer as case
+
+    distances, overheads = {}, {}
+    for ranks in (1, 2):
+        with tempfile.TemporaryDirectory() as folder:
+            found, *_ = case.fit(Path(folder), ranks)
+        first = case.seeded_llama()
+        case.plainly(wanted := copy.deepcopy(first), found["order"])
+        states = found["state"], wanted.state_dict(), first.state_dict()
+        distances[str(ranks)] = case.distance(*states)
+    script = Path(__file__).with_name("lightning_step.py")
+    for lengths in ("equal", "unequal"):
+        pairs = []
+        for _ in range(ROUNDS):
+            pair = []
+            for way in ("alone", "adapted"):
+                command = [sys.executable, str(script), way, lengths]
+                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                [line] = [line for line in done.stdout.splitlines() if line.startswith("seconds ")]
+                pair.append(float(line.split()[1]))
+            pairs.append(pair)
+        alone, adapted = (statistics.median(times) for times in zip(*pairs, strict=True))
+        ratio = statistics.median(b / a for a, b in pairs)
+        overheads[lengths] = {"alone_seconds": alone, "adapted_seconds": adapted, "ratio": ratio}
+    return {"distance": distances, "overhead": overheads}
+
+
 # ------------------------------------------------------------------------------------------- judge
 
 
@@ -216,12 +247,21 @@ def as_text(found: dict[str, Any]) -> str:
             "| step of 32 samples | Trainer | with the mixin | ratio |",
             "|---|---:|---:|---:|",
         ]
-        for name, row in figures["overhead"].items():
-            lines.append(
-                f"| {name} lengths | {row['alone_seconds']:.3f} s | {row['adapted_seconds']:.3f} s |"
-                f" {row['ratio']:.2f} |"
-            )
-        lines.append("")
+        lines += [*_rows(figures["overhead"]), ""]
+    if "lightning" in found:
+        figures = found["lightning"]
+        lines += [
+            f"Lightning {figures['version']}, torch {figures['torch']}.",
+            "",
+            "| distance from the true updates | 1 rank | 2 ranks |",
+            "|---|---:|---:|",
+            f"| with the strategy | {figures['distance']['1']:.1e} | {figures['distance']['2']:.1e} |",
+            "",
+            "| step of 32 samples | DDPStrategy | with the strategy | ratio |",
+            "|---|---:|---:|---:|",
+            *_rows(figures["overhead"]),
+            "",
+        ]
     if "judge" in found:
         lines += [
             "| host's own tests | in all | host passes | applicable | passed with the adapter |",
@@ -243,11 +283,20 @@ def as_text(found: dict[str, Any]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def _rows(overhead: dict[str, Any]) -> list[str]:
+    return [
+        f"| {name} lengths | {row['alone_seconds']:.3f} s | {row['adapted_seconds']:.3f} s |"
+        f" {row['ratio']:.2f} |"
+        for name, row in overhead.items()
+    ]
+
+
 def main() -> None:
     """Measure or compare one part, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parts = parser.add_subparsers(dest="part", required=True)
     parts.add_parser("figures")
+    parts.add_parser("lightning")
     parts.add_parser("distance").add_argument("way")
     judge = parts.add_parser("judge")
     for name in ("name", "version", "alone", "in_place"):
@@ -268,6 +317,12 @@ def main() -> None:
             "threads": torch.get_num_threads(),
             "distance": distances(),
             "overhead": overheads(),
+        }
+    elif given.part == "lightning":
+        written["lightning"] = {
+            "version": importlib.metadata.version("lightning"),
+            "torch": torch.__version__,
+            **of_lightning(),
         }
     else:
         found = judged(given.version, given.alone, given.in_place)

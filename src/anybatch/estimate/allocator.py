@@ -140,7 +140,7 @@ class CudaCache:
     """
 
     def __init__(self, expandable: bool = False, limit_bytes: int | None = None) -> None:
-        self.reserved_bytes = 0
+        self.reserved_bytes: int = 0
         self._expandable = expandable
         self._limit = limit_bytes
         self._taken: dict[int, _Chunk] = {}
