@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 import anybatch as ab
 from anybatch.compute import Replica, precision
 from anybatch.data import Loader
-from anybatch.engine import Transactions
+from anybatch.engine.limit import CpuLimit
 from anybatch.errors import InputError
 
 X, Y = torch.ones(9, 4), torch.zeros(9, dtype=torch.long)
@@ -107,13 +107,13 @@ def test_a_session_that_is_interrupted_while_it_closes(monkeypatch):
 
 def test_a_step_that_is_interrupted_while_it_closes(monkeypatch):
     model = model_of()
-    close = Transactions.close
+    leave = CpuLimit.leave
 
-    def interrupted(engine):
-        close(engine)
+    def interrupted(limit):
+        leave(limit)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Transactions, "close", interrupted)
+    monkeypatch.setattr(CpuLimit, "leave", interrupted)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = ab.Step(model, optimizer, loss, memory="1GiB", precision="bf16-weights")
     step((X, Y))
