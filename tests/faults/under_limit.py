@@ -139,7 +139,7 @@ def planned_in_this_process():
 
 def digits_pinned():
     task = partial(digits, global_batch=512, epochs=1)
-    return compared(task(), task(), memory="28MiB", micro_batch=512)
+    return compared(task(), task(), memory="22MiB", micro_batch=512)
 
 
 def spikes(where):
