@@ -325,5 +325,5 @@ def allocator_notices() -> Iterator[str]:
     if ignored and ignored != ["backend:native"]:
         yield (
             f"{name} sets {', '.join(ignored)}, which the prediction of bytes does not follow: more may"
-            " be reserved than is told."
+            " be reserved than predicted."
         )

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
 from anybatch.batch_rule import rule_text
 from anybatch.compute import (
@@ -336,20 +336,17 @@ def fake_copy(model: nn.Module) -> nn.Module:
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
-    """An empty tensor like `tensor` on the default device. One that consists of several tensors, such
-    as a quantized weight of torchao, consists of as many again."""
+    """An empty tensor like `tensor` on the default device. A tensor that consists of several ones, such
+    as a quantized weight of torchao, is rebuilt from an empty one for each."""
     if isinstance(tensor, DTensor) or not is_traceable_wrapper_subclass(tensor):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    names, context = tensor.__tensor_flatten__()
-    parts = {name: _empty_like(getattr(tensor, name)) for name in names}
-    made: Any = type(tensor)
-    return made.__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+    return transform_subclass(tensor, lambda _, part: _empty_like(part))
 
 
 class _CopyingAttributes(TorchFunctionMode):
-    """Mode in which tensors that modules hold beside their parameters and buffers, such as the scales
-    of a quantized weight, are not copied. In a trace, those with many values become fake; others keep
-    their values, from which a model may compute sizes and indices."""
+    """Mode that does not copy the plain tensors among the attributes of modules and parameters, such as
+    the scales of a quantized weight. In a trace, those with many values become fake; others keep their
+    values, from which a model may compute sizes and indices."""
 
     _MANY = 1024
 

@@ -22,12 +22,12 @@ def is_loaded() -> bool:
 def num_compilations() -> int:
     """Returns how many compilations have ended since the compiler was loaded by `load`, or else since
     this function first found it loaded."""
-    return _count().number if is_loaded() else 0
+    return len(_ended()) if is_loaded() else 0
 
 
 def load() -> None:
     """Load the compiler."""
-    _count()
+    _ended()
 
 
 def on_compilation(start: Callable[[], None], end: Callable[[], None]) -> None:
@@ -37,19 +37,12 @@ def on_compilation(start: Callable[[], None], end: Callable[[], None]) -> None:
     handler.register_end_callback(lambda _: end())
 
 
-class _Count:
-    def __init__(self) -> None:
-        self.number = 0
-
-    def add(self, _: object) -> None:
-        self.number += 1
-
-
 @functools.cache
-def _count() -> _Count:
-    count = _Count()
-    _handler().register_end_callback(count.add)
-    return count
+def _ended() -> list[object]:
+    """Returns a list to which each compilation is added when it ends. Loads the compiler."""
+    ended: list[object] = []
+    _handler().register_end_callback(ended.append)
+    return ended
 
 
 def _handler() -> Any:
