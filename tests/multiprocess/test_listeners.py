@@ -241,19 +241,24 @@ def test_ranks_of_mpirun(tmp_path: Path):
 def test_the_two_processes_of_doctor(tmp_path: Path):
     code = f"""
 import os
-os.environ[{listeners.ROOT!r}] = str(os.getpid())
+os.environ.setdefault({listeners.ROOT!r}, str(os.getpid()))
 from torch import distributed
 from anybatch.doctor import checks
 from {MODULE} import write
 leave = distributed.destroy_process_group
 
 def watched():
-    write({str(tmp_path)!r}, 0)
+    write({str(tmp_path)!r}, distributed.get_rank())
     leave()
 
-distributed.destroy_process_group = watched
-found = list(checks.gloo())[-1]
-assert found.level == "ok", found
+distributed.destroy_process_group = watched  # in the spawned processes too: they import this
+if __name__ == "__main__":
+    found = list(checks.gloo())[-1]
+    assert found.level == "ok", found
 """
-    run([sys.executable, "-c", code], tmp_path)
-    assert set(json.loads((tmp_path / "0.json").read_text())) == {"127.0.0.1"}
+    script = tmp_path / "watched.py"
+    script.write_text(code)
+    run([sys.executable, str(script)], tmp_path)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert set(found) == {"127.0.0.1"}

@@ -1,5 +1,6 @@
 """Small tasks, trained by anybatch and by its specification, `examples/nano_anybatch.py`."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -218,7 +219,10 @@ def assert_alike(ours, theirs, dtype):
     tolerance = 1e-10 if dtype == torch.float64 else 1e-5
     assert ours.is_refused == theirs.is_refused
     assert ours.losses == pytest.approx(theirs.losses, rel=tolerance)
-    expected = theirs.model.state_dict()
+    expected = {name: value.double() for name, value in theirs.model.state_dict().items()}
+    whole = math.hypot(*(float(value.norm()) for value in expected.values()))
     for name, value in ours.model.state_dict().items():
-        distance = (value - expected[name]).double().norm()
-        assert float(distance) <= tolerance * float(expected[name].double().norm()), name
+        distance = float((value.double() - expected[name]).norm())
+        # One that has come near 0 differs by the rounding of what cancelled.
+        scale = max(float(expected[name].norm()), whole / 100)
+        assert distance <= tolerance * scale, name
