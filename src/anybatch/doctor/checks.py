@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from importlib import metadata
+from mmap import PAGESIZE, mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -444,14 +445,15 @@ def _shm() -> Finding:
 
 def _enforcement(num_bytes: int = 32 << 20) -> Finding:
     """Whether the kernel measures memory peaks, which are used to enforce budgets on a CPU: reset the
-    peak, fill `num_bytes`, free them, and read the peak."""
+    peak, map and write `num_bytes`, unmap them, and read the peak."""
     from anybatch.process.process_memory import reset_peak, status
 
     fault = "the kernel does not begin a new peak of the memory of a process when it is asked to"
     if reset_peak():
         before = status("VmRSS")
-        filled = b"a" * num_bytes
-        del filled
+        with mmap(-1, num_bytes) as fresh:  # the heap may hold freed memory, which is resident
+            for start in range(0, num_bytes, PAGESIZE):
+                fresh[start] = 1
         grown = status("VmHWM") - before
         fault = ""
         if grown < 0.9 * num_bytes:
