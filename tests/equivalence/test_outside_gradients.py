@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch as ab
+from anybatch.compute import outside_gradients
 from anybatch.errors import LossError
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
@@ -30,6 +33,7 @@ class Rig:
         self.batch = X.to(dtype)
         self.failing: list[Exception] = []
         self.factor = 1.0
+        self.weighs = False  # whether `unused` takes part
 
     def loss(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
         if self.failing and len(self.failing) == 1:
@@ -156,3 +160,48 @@ def test_a_run_keeps_to_it_too():
         for _ in session.steps():
             plain.plainly()
             assert_alike(rig, plain)
+
+
+def test_others_that_come_later_are_found():
+    """Images that require a gradient, and a term of the loss, from the third and fourth step on."""
+    rig, plain = Rig(), Rig()
+    for each in (rig, plain):
+        each.judge.requires_grad_(False)
+        each.temperature.requires_grad_(False)
+
+    def loss(each: Rig, model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        total, weight = each.loss(model, batch)
+        if each.weighs:
+            total = total + weight * each.unused.square().sum()
+        return total, weight
+
+    with ab.Step(rig.model, rig.optimizer, partial(loss, rig), micro_batch=5) as step:
+        for number in range(5):
+            for each in (rig, plain):
+                each.batch.requires_grad_(number >= 2)
+                each.weighs = number >= 3
+            step(rig.batch)
+            total, weight = loss(plain, plain.model, plain.batch)
+            (total / weight).backward()
+            plain.optimizer.step()
+            plain.optimizer.zero_grad()
+            assert_alike(rig, plain)
+            if number >= 2:
+                torch.testing.assert_close(rig.batch.grad, plain.batch.grad, rtol=1e-12, atol=1e-15)
+
+
+def test_graphs_of_one_length_are_walked_once(monkeypatch):
+    walked: list[Tensor] = []
+
+    def counted(loss: Tensor) -> Iterator[Tensor]:
+        walked.append(loss.detach())
+        return leaves_of(loss)
+
+    leaves_of = outside_gradients._leaves_of
+    monkeypatch.setattr(outside_gradients, "_leaves_of", counted)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ab.Step(model, optimizer, lambda m, x: m(x).square().mean(), micro_batch=4) as step:
+        for _ in range(3):
+            step(X)
+    assert len(walked) == 1

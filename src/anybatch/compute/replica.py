@@ -31,7 +31,7 @@ from anybatch.compute import chunked_loss, kernel_choices, recompute
 from anybatch.compute.buckets import Buckets, check_dense, norm_of
 from anybatch.compute.embedding_ids import naming_ids
 from anybatch.compute.ghost_norm import GhostBatches, batch_norms
-from anybatch.compute.joint import Ask, Comparison, Joint, naming_divided
+from anybatch.compute.joint import Ask, Comparison, Joint, naming_divided, tensors_in
 from anybatch.compute.loss import (
     leaving_gradients_alone,
     naming_lost_graphs,
@@ -61,6 +61,10 @@ from anybatch.task import JointLoss, Loss, LossFunction, parameters_in
 
 _FEW = 4
 """Number of samples used to check whether the gradient is proportional to the loss."""
+
+_autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+_num_recorded: Callable[[], int] = _autograd._get_sequence_nr
+"""Returns how many operations this thread has recorded for backward."""
 
 _LARGER, _PROPORTIONAL = 2.0**10, 1e-4
 """A factor that multiplies without rounding, and the relative tolerance for proportionality."""
@@ -339,6 +343,7 @@ class Replica:
             with self._ghosts.cut(()):
                 return Loss(torch.zeros(()), 0)
         self.phase = "forward"
+        begun = _num_recorded()
         # Recompute in backward needs the head in the same state as in forward.
         with (
             naming_lost_graphs(),
@@ -382,7 +387,8 @@ class Replica:
                 )
             del mean
             if self._outside_gradients is not None:
-                self._outside_gradients.note(total)
+                from_gradients = any(tensor.requires_grad for tensor in tensors_in(batch))
+                self._outside_gradients.note(total, _num_recorded() - begun, from_gradients)
             # A pass that runs only because other ranks run one adds nothing.
             total.backward(seed if num_samples else torch.zeros_like(seed))
         outputs = None if loss.outputs is None else map_leaves(loss.outputs, _detached)

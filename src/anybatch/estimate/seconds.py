@@ -128,13 +128,13 @@ class Pace:
         many = min(4 * few, subject.whole)
         choice = Choice(micro_batch=few, evaluation_batch=1, precision=precision)
 
-        def count(on: Device) -> tuple[Counting, Work, Work, list[Operation]]:
+        def count(on: Device) -> tuple[Counting, Work, Work]:
             counting = Counting(subject, choice, on)
             first = counting.at(few)
             second = first if many == few else counting.at(many)
-            return counting, first, second, counting.comparison() if subject.compared else []
+            return counting, first, second
 
-        counting, self._low, self._high, compared = subject.following(device, count)
+        counting, self._low, self._high = subject.following(device, count)
         self._device = device = subject.as_traced(device)
         self._stands_in = is_overlaid(device)
         self._subject = subject
@@ -147,7 +147,7 @@ class Pace:
         )
         self._ends = tuple(map(_grouped, passes))
         self._memo: dict[int, dict[_Place, _Spent]] = {}
-        self._compare_seconds = self._seconds_of(compared)
+        self._compare_seconds = self._seconds_of(counting.comparison)
         self.update_seconds: float = self._seconds_of(
             [o for o in self._low.operations if o.phase == "update"]
         )

@@ -1,8 +1,8 @@
 """Work: the operations of a step, each with its floating-point operations and its bytes.
 
-A second trace, lighter than the one for memory. Operations of forward are attributed to the block
-in which they ran, and the memory that autograd saves for each block is counted: the cost of
-computing a block twice, and the memory that this frees.
+Recorded in traces of their own, on the stage of the traces for memory. Operations of forward are
+attributed to the block in which they ran, and the memory that autograd saves for each block is
+counted: the cost of computing a block twice, and the memory that this frees.
 """
 
 from __future__ import annotations
@@ -15,26 +15,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from anybatch.compute import Replica
 from anybatch.compute.along_sequence import PRODUCTS, is_sequence, treats_alike
 from anybatch.compute.joint import Share, nobody, rows_like
-from anybatch.compute.low_bit_optimizers import is_compiled, parts_of, uncompiled
-from anybatch.compute.optimizer_update import can_part, fuses_divided, leanest_update
-from anybatch.estimate.cuda import laid_over
-from anybatch.estimate.fake_op_cache import READ, FakeOpCache, fake_mode
-from anybatch.estimate.layout import layout_on
-from anybatch.estimate.stage import cut_of, fake_device
+from anybatch.compute.low_bit_optimizers import is_compiled, parts_of
+from anybatch.compute.optimizer_update import can_part, fuses_divided
+from anybatch.data.microbatch import map_leaves
+from anybatch.estimate.stage import cut_of, stage_with_leanest_update
 from anybatch.estimate.subject import Subject
-from anybatch.estimate.trace import has_parts
 from anybatch.machine import Device
-from anybatch.plans import Choice, Recompute, Update
+from anybatch.plans import Choice, Update
 
 _GATHERS = frozenset((
     "embedding", "embedding_dense_backward", "index", "index_put", "index_select", "gather", "scatter",
@@ -170,71 +164,64 @@ def work_of(subject: Subject, choice: Choice, device: Device) -> Work:
 
 class Counting:
     """Counts the work of `subject` on `device` in the precision of `choice`, at several
-    micro-batches. The model is built once, and the update is traced once.
+    micro-batches, on a stage that later traces of memory use too.
 
     Attributes:
-        target: device of the tensors: the CPU if the traced device is absent.
         update: how the update is run: in the way that takes the least memory.
+        fuses_divided: whether the fused update accepts parameters that are sharded over ranks.
+        can_part: whether the update can process some parameters at a time.
+        comparison: operations of a joint loss over all samples of a global batch, and of its
+            gradient; known after `at`.
         compares_parameters: whether a joint loss uses parameters of the model itself; known after
-            `comparison`.
+            `at`.
 
     Raises whatever the model or its optimizer raises on fake tensors.
     """
 
     def __init__(self, subject: Subject, choice: Choice, device: Device) -> None:
-        self.compares_parameters: bool = False
-        self.target: torch.device = fake_device(device)
         self._subject = subject
-        self._fake = fake_mode()
-        self._watch = Watch(self._fake, subject.op_cache)
+        self._stage = stage = stage_with_leanest_update(subject, choice, device)
+        self._replica = replica = stage.replica
+        self.update: Update = stage.update
+        self.fuses_divided: bool = fuses_divided(replica.optimizer)
+        self.can_part: bool = can_part(replica.optimizer)
+        self.comparison: list[Operation] = []
+        self.compares_parameters: bool = False
         self._update: list[Operation] = []
-        self._encoded: Any = None  # encodings of the last pass, for a joint loss
-        plain = choice.model_copy(update={"recompute": Recompute(), "chunked_head": ""})
-        layout = layout_on(device, subject)
-        self._device = device
-        with self._fake, self._watch, laid_over(device):
-            with self.target:
-                self._model = model = subject.build_model()
-            self._replica = Replica(
-                model,
-                lambda: subject.make_optimizer(model),
-                subject.loss,
-                plain,
-                self.target,
-                subject.whole,
-                loss_scaling=False,
-                kernels=layout,
-            )
-            self.update: Update = leanest_update(self._replica.optimizer, model, device.kind)
-            self.fuses_divided: bool = fuses_divided(self._replica.optimizer)
-            self._replica.updater.take(self.update)
-            self._make_gradients()
-            self._apply()  # creates the optimizer state
 
     def at(self, micro_batch: int) -> Work:
         """Return the work of one micro-batch of that size. If a module keeps what its first pass
         creates, the work of a later pass may be less than that of the first; a new `Counting` shows
         the first. Raises whatever the model or loss raises."""
-        subject, watch, replica = self._subject, self._watch, self._replica
-        watch.begin_anew()
-        with self._fake, watch, laid_over(self._device):
-            self._make_gradients()
-            batch = subject.batch(micro_batch, self.target)
-            blocks = _Blocks(self._model, subject.blocks, watch)
-            mlps = _Mlps(self._model, subject.mlps, watch)
-            watch.begin("forward")
+        subject, stage, replica = self._subject, self._stage, self._replica
+        watch = Watch()
+        with stage.recorded(watch):
+            stage.make_gradients()
+            (batch,) = stage.batches(micro_batch, 1)
+            blocks = _Blocks(stage.model, subject.blocks, watch)
+            mlps = _Mlps(stage.model, subject.mlps, watch)
+            encoded: list[Any] = []
+            watch.phase = "forward"
             with blocks, mlps:
-                ask = self._blank if replica.is_joint else None
+                ask = partial(self._blank, watch, encoded) if replica.is_joint else None
                 replica.accumulate(batch, micro_batch, cut_of(subject, micro_batch), ask)
             del batch
             passes = watch.operations
             if not self._update:
-                watch.operations = self._update
-                watch.begin("update")
-                self._apply()
+                self._update = watch.operations = []
+                watch.phase = "update"
+                stage.run_update()
+                self._count_compiled()
+                if encoded and subject.compared:
+                    self.comparison = watch.operations = []
+                    watch.phase = "forward"
+                    rows = rows_like(encoded[0], subject.compared)
+                    self.compares_parameters = bool(replica.compare(rows, subject.compared).direct)
+                    del rows
             watch.phase = ""
+            encoded.clear()
             replica.drop()
-        chains = [self._model.get_submodule(_path(name)) for name in subject.chains]
+        chains = [stage.model.get_submodule(_path(name)) for name in subject.chains]
         return Work(
             micro_batch,
             (*passes, *self._update),
@@ -253,63 +240,38 @@ class Counting:
             scores_part=watch.scores_part(passes),
         )
 
-    def comparison(self) -> list[Operation]:
-        """Return the operations of a joint loss over all samples of a global batch, and of its
-        gradient. Call after `at`. Raises whatever the loss raises."""
-        number, watch = self._subject.compared, self._watch
-        assert self._encoded is not None
-        watch.begin_anew()
-        with self._fake, watch, laid_over(self._device):
-            rows = rows_like(self._encoded, number)
-            watch.begin("forward")
-            found = self._replica.compare(rows, number)
-            watch.phase = ""
-        self.compares_parameters = bool(found.direct)
-        return watch.operations
-
-    def _blank(self, encoded: Any) -> Share:
+    def _blank(self, watch: Watch, seen: list[Any], encoded: Any) -> Share:
         """Return a placeholder for the share of a comparison, which is the same for every
-        micro-batch."""
-        self._encoded = encoded
-        phase, self._watch.phase = self._watch.phase, ""
+        micro-batch, and add the encodings to `seen`."""
+        seen.append(map_leaves(encoded, _detached))
+        phase, watch.phase = watch.phase, ""
         share = nobody(encoded)
-        self._watch.phase = phase
+        watch.phase = phase
         return share
 
-    def _make_gradients(self) -> None:
-        for param in self._replica.parameters:
-            param.grad = torch.empty_like(param)
-
-    @property
-    def can_part(self) -> bool:
-        """Whether the update can process some parameters at a time."""
-        return can_part(self._replica.optimizer)
-
-    def _apply(self) -> None:
-        replica, watch = self._replica, self._watch
-        replica.finish(2.0, self._subject.clip_norm)
-        if not is_compiled(replica.optimizer):
-            replica.apply()
-            return
-        phase, watch.phase = watch.phase, ""  # compiled, one operation per parameter
-        with uncompiled(replica.optimizer):
-            replica.apply()
-        if phase:
+    def _count_compiled(self) -> None:
+        """Count the update of a compiled optimizer, which is one operation per parameter."""
+        optimizer = self._replica.optimizer
+        if is_compiled(optimizer):
             # The gradient is read; parameter and states are read and written.
-            watch.operations += [
+            self._update += [
                 Operation(
                     name="update",
                     dtype=param.dtype,
                     flops=0.0,
                     num_bytes=3.0 * param.nbytes + 2.0 * sum(map(_state_bytes, state.values())),
-                    phase=phase,
+                    phase="update",
                 )
-                for param, state in replica.optimizer.state.items()
+                for param, state in optimizer.state.items()
             ]
 
 
 def _state_bytes(value: object) -> int:
     return sum(part.nbytes for part in parts_of(value).values()) if isinstance(value, Tensor) else 0
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _path(name: str) -> str:
@@ -320,21 +282,10 @@ def _length(module: nn.Module) -> int:
     return sum(1 for _ in module.children())
 
 
-class Watch(TorchDispatchMode):
-    """Records operations on fake tensors."""
+class Watch:
+    """Records the operations of a trace in `phase`, if that is not empty."""
 
-    def __init__(self, fake: FakeTensorMode, op_cache: FakeOpCache) -> None:
-        super().__init__()
-        self._fake = fake
-        self._op_cache = op_cache
-        self.begin_anew()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and skipping takes time in every operation
-
-    def begin_anew(self) -> None:
-        """Discard what was recorded."""
+    def __init__(self) -> None:
         self.phase: str = ""
         self.block: int = -1
         self.mlps: list[str] = []  # currently running
@@ -343,25 +294,12 @@ class Watch(TorchDispatchMode):
         self._has_scores: bool = False
         self.operations: list[Operation] = []
 
-    def begin(self, phase: str) -> None:
-        """Attribute the following operations to `phase`."""
-        self.phase = phase
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run the operation on fake tensors and record it."""
-        if has_parts(types):
-            return NotImplemented  # its operations on each part are dispatched here next
-        if func is READ:
-            return self._op_cache.number(args[0])
-        kwargs = kwargs or {}
-        result = self._op_cache.run(self._fake, func, args, kwargs)
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
+        """See `trace.Recorder`."""
         if self.mlps:
             self._look_into(func, args, result)
         if self.phase and not func.is_view:
             self._record(func, args, kwargs, result)
-        return result
 
     def _look_into(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         size = result.numel() if func in PRODUCTS else 0

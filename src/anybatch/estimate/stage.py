@@ -11,7 +11,7 @@ stage.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,6 +26,7 @@ from anybatch.compute.joint import Ask, Comparison, rows_like
 from anybatch.compute.lm_loss import few_chunks
 from anybatch.compute.low_bit_optimizers import check_whole, is_compiled, parts_of, uncompiled
 from anybatch.compute.modes import evaluating
+from anybatch.compute.optimizer_update import leanest_update
 from anybatch.data import ghosts
 from anybatch.estimate.cuda import is_overlaid, laid_over, update_together
 from anybatch.estimate.fake_modules import without_fused_layers
@@ -35,9 +36,9 @@ from anybatch.estimate.kernels import CudaKernels, Kernels
 from anybatch.estimate.layout import layout_on
 from anybatch.estimate.reductions import resident_threads
 from anybatch.estimate.subject import Subject
-from anybatch.estimate.trace import COPIED, Timeline, Tracer, recording
+from anybatch.estimate.trace import COPIED, Recorder, Timeline, Tracer, recording
 from anybatch.machine import Device
-from anybatch.plans import Choice, KernelChoices, Recompute
+from anybatch.plans import Choice, KernelChoices, Recompute, Update
 from anybatch.task import parameters_in
 
 
@@ -64,10 +65,22 @@ def num_traced(subject: Subject, choice: Choice) -> int:
     return 1 if alike and choice.micro_batch >= subject.whole else 2
 
 
+def stage_with_leanest_update(subject: Subject, choice: Choice, device: Device) -> Stage:
+    """Return a new stage for `choice` whose update is the one that takes the least memory. The traces
+    of `subject` that follow use it too. Raises as `Stage` does."""
+    stage = Stage(subject, choice, device, leanest=True)
+    subject.stages[_key(device, choice.model_copy(update={"update": stage.update}))] = stage
+    return stage
+
+
+def _key(device: Device, choice: Choice) -> Hashable:
+    return device, choice.precision, choice.update, choice.optimizer_states
+
+
 def _on_stage(
     trace: Callable[[Stage, Choice], Traced], subject: Subject, choice: Choice, device: Device
 ) -> Traced:
-    key = device, choice.precision, choice.update, choice.optimizer_states
+    key = _key(device, choice)
     known = subject.stages.get(key)
     if known is not None and known.reusable:
         try:
@@ -87,13 +100,23 @@ class Stage:
     """Model and optimizer from which steps are traced; see the module. A stage serves any recompute
     setting and any batch size.
 
+    Args:
+        subject: the task.
+        choice: precision, update and place of the optimizer state of all traces.
+        device: device of the traces.
+        leanest: whether to run the update that takes the least memory, in place of that of `choice`.
+
     Attributes:
         reusable: whether the traces so far have left the stage unchanged.
+        replica: model and optimizer.
+        update: how the update is run.
 
     Raises whatever the model or its optimizer raises on fake tensors.
     """
 
-    def __init__(self, subject: Subject, choice: Choice, device: Device) -> None:
+    def __init__(
+        self, subject: Subject, choice: Choice, device: Device, leanest: bool = False
+    ) -> None:
         self.reusable: bool = True
         self._subject = subject
         self._device = device
@@ -104,15 +127,15 @@ class Stage:
         self._plain = plain
         layout = layout_on(device, subject)
         with self._open():
-            found = set_up(subject, plain, device, tracer, layout)
-            self._replica, self._owners, self._copies = found
-            self._bucketed = bucketed_bytes(self._replica, self._owners) if subject.flat else {}
-            self._make_gradients()
+            found = set_up(subject, plain, device, tracer, layout, leanest)
+            self.replica, self.update, self._owners, self._copies = found
+            self._bucketed = bucketed_bytes(self.replica, self._owners) if subject.flat else {}
+            self.make_gradients()
             begun = tracer.timeline.num_moments
-            self._update()
+            self.run_update()
         head = tracer.timeline
         self._first_commit = growth(head, begun)
-        self._parts = parts_of_model(self._replica.model, self._owners)
+        self._parts = parts_of_model(self.replica.model, self._owners)
         self._live = head.blocks
         self._head = replace(head, blocks=[replace(block) for block in head.blocks])
         self._settled = [block for block in head.blocks if block.died is None]
@@ -121,39 +144,52 @@ class Stage:
     @property
     def model(self) -> nn.Module:
         """The model on fake tensors, in the precision of the plan."""
-        return self._replica.model
+        return self.replica.model
 
     def step(self, choice: Choice) -> Traced:
         """Trace a step of at most two micro-batches and its update."""
         count = num_traced(self._subject, choice)
         step = self._begin()
         with self._open():
-            self._replica.switch(choice)
+            self.replica.switch(choice)
             before = counting_buffers(self.model)
             self._run(choice, count)
             if not choice.recompute.blocks:
                 self._subject.written.update(dict.fromkeys(written_since(self.model, before)))
-            self._replica.switch(self._plain)
+            self.replica.switch(self._plain)
             begun = step.num_moments
-            self._update()
+            self.run_update()
         return self._ended(step, growth(step, begun), count)
 
     def evaluation(self, choice: Choice) -> Traced:
         """Trace two batches of evaluation."""
         size = choice.evaluation_batch
-        model = self._replica.model
+        model = self.replica.model
         step = self._begin()
         with self._open():
-            self._replica.switch(choice.model_copy(update={"recompute": Recompute()}))
+            self.replica.switch(choice.model_copy(update={"recompute": Recompute()}))
             with evaluating(model), without_fused_layers():
-                if self._replica.is_joint:
+                if self.replica.is_joint:
                     self._evaluate_together(size)
                 else:
-                    for batch in self._batches(size, 2):
-                        self._replica.evaluate(self._subject.loss, batch, size)
+                    for batch in self.batches(size, 2):
+                        self.replica.evaluate(self._subject.loss, batch, size)
                         del batch
-            self._replica.switch(self._plain)
+            self.replica.switch(self._plain)
         return self._ended(step, 0, count=2)
+
+    @contextmanager
+    def recorded(self, recorder: Recorder) -> Iterator[None]:
+        """Context manager for a trace by the caller, without recompute: `recorder` is called with
+        each operation."""
+        step = self._begin()
+        self._tracer.recorder = recorder
+        try:
+            with recording(self._tracer, self._fake), laid_over(self._device):
+                yield
+        finally:
+            self._tracer.recorder = None
+        self._decide_reuse(step)
 
     # ------------------------------------------------------------------------------------- tracing
 
@@ -173,10 +209,10 @@ class Stage:
 
     def _run(self, choice: Choice, count: int) -> None:
         size, cut = choice.micro_batch, cut_of(self._subject, choice.micro_batch)
-        ask = self._ask(size, cut) if self._replica.is_joint else None
-        for batch in self._batches(size, count):
-            self._replica.accumulate(batch, size, cut, ask)
-            for param in self._replica.parameters:
+        ask = self._ask(size, cut) if self.replica.is_joint else None
+        for batch in self.batches(size, count):
+            self.replica.accumulate(batch, size, cut, ask)
+            for param in self.replica.parameters:
                 if param.grad is not None:
                     self._tracer.see(param.grad, "gradients", self._owners.get(param, ""))
             del batch
@@ -187,8 +223,8 @@ class Stage:
         if not self._subject.is_encoded_first(size):
             several = self._subject.compared > size
             return (lambda encoded: self._compared(encoded).share(0, size)) if several else None
-        (batch,) = self._batches(size, 1)
-        encoded = self._replica.encode(batch, size, cut)
+        (batch,) = self.batches(size, 1)
+        encoded = self.replica.encode(batch, size, cut)
         del batch
         share = self._compared(encoded).share(0, size)
         self._first = self._tracer.timeline.num_moments
@@ -197,19 +233,19 @@ class Stage:
     def _compared(self, encoded: Any) -> Comparison:
         """Return a comparison of all samples, whose encodings are like `encoded`."""
         number = self._subject.compared
-        return self._replica.compare(rows_like(encoded, number), number)
+        return self.replica.compare(rows_like(encoded, number), number)
 
     def _evaluate_together(self, size: int) -> None:
         """Encode the batches, then compare them; the encodings wait on the host."""
         encoded = None
-        for batch in self._batches(size, 2):
-            encoded = self._replica.encode(batch, size)
+        for batch in self.batches(size, 2):
+            encoded = self.replica.encode(batch, size)
             del batch
         valid = self._subject.num_valid
         number = min(self._subject.compared, valid or self._subject.compared)
-        self._replica.compare_held_out(rows_like(encoded, number), number)
+        self.replica.compare_held_out(rows_like(encoded, number), number)
 
-    def _batches(self, size: int, count: int) -> Iterator[Any]:
+    def batches(self, size: int, count: int) -> Iterator[Any]:
         """Yield the batches. As in a run on CUDA (`data.prefetch`), each batch is created before
         the previous one is freed; on a CPU, after it."""
         batch = None
@@ -221,18 +257,19 @@ class Stage:
             self._tracer.phase = "compute"
             yield batch
 
-    def _update(self) -> None:
+    def run_update(self) -> None:
+        """Trace an update."""
         self._tracer.phase = "update"
-        self._replica.finish(2.0, self._subject.clip_norm)
-        optimizer = self._replica.optimizer
+        self.replica.finish(2.0, self._subject.clip_norm)
+        optimizer = self.replica.optimizer
         if is_compiled(optimizer):
             # A compiled optimizer updates parameters one by one, and both states in float32.
             sizes = [param.numel() for param in parameters_in(optimizer.param_groups)]
             scratch = 2 * 4 * max(sizes, default=0)
             with uncompiled(optimizer), self._tracer.as_kernel("update", scratch):
-                self._replica.apply()
+                self.replica.apply()
         else:
-            self._replica.apply()
+            self.replica.apply()
         for param, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
@@ -242,23 +279,27 @@ class Stage:
 
     def _leave_out_states_on_host(self) -> None:
         """Exclude optimizer states in host memory, since bytes are those of the device."""
-        if self._replica.updater.states_on == "host" and self._device.kind == "cuda":
-            for param, state in self._replica.optimizer.state.items():
+        if self.replica.updater.states_on == "host" and self._device.kind == "cuda":
+            for param, state in self.replica.optimizer.state.items():
                 for value in state.values():
                     if isinstance(value, torch.Tensor) and value.shape == param.shape:
                         self._tracer.block_of(value).num_bytes = 0
 
-    def _make_gradients(self) -> None:
+    def make_gradients(self) -> None:
+        """Create gradients, to which the next pass adds."""
         if self._subject.flat:
             return  # gradients exist from the start
-        for param in self._replica.parameters:
+        for param in self.replica.parameters:
             param.grad = torch.empty_like(param)
             self._tracer.see(param.grad, "gradients", self._owners.get(param, ""))
 
-    def _ended(self, step: Timeline, commit: int, count: int) -> Traced:
-        """Return the trace of the head followed by `step`."""
+    def _decide_reuse(self, step: Timeline) -> None:
         alive = any(block.died is None for block in step.blocks)
         self.reusable = not (alive or self._tracer.disturbed)
+
+    def _ended(self, step: Timeline, commit: int, count: int) -> Traced:
+        """Return the trace of the head followed by `step`."""
+        self._decide_reuse(step)
         blocks = [*self._head.blocks, *step.blocks]
         if not self.reusable:
             # Copied now: tensors kept by the loss or by a module are freed after the trace.
@@ -291,11 +332,17 @@ Owners = dict[torch.Tensor, str]
 
 
 def set_up(
-    subject: Subject, choice: Choice, device: Device, tracer: Tracer, layout: KernelChoices
-) -> tuple[Replica, Owners, list[torch.Tensor]]:
-    """Return the replica of `choice` with images in `layout`, the names of the modules that own its
-    parameters, and the copies of its buffers that are kept to restore them. All of them are
-    registered with `tracer`. Called while `tracer` records."""
+    subject: Subject,
+    choice: Choice,
+    device: Device,
+    tracer: Tracer,
+    layout: KernelChoices,
+    leanest: bool = False,
+) -> tuple[Replica, Update, Owners, list[torch.Tensor]]:
+    """Return the replica of `choice` with images in `layout`, its update (the one that takes the least
+    memory if `leanest`), the names of the modules that own its parameters, and the copies of its
+    buffers that are kept to restore them. All of them are registered with `tracer`. Called while
+    `tracer` records."""
     target = fake_device(device)
     with target:
         model: nn.Module = subject.build_model()
@@ -314,8 +361,6 @@ def set_up(
 
     def make_optimizer() -> Optimizer:
         optimizer = subject.make_optimizer(model)
-        if device.kind == "cuda" and choice.update != "fused":
-            update_together(optimizer)
         trained.extend(parameters_in(optimizer.param_groups))
         return optimizer
 
@@ -331,6 +376,12 @@ def set_up(
         kernels=layout,
         host=torch.device("meta") if device.kind == "cuda" else None,
     )
+    update = choice.update
+    if leanest:
+        update = leanest_update(replica.optimizer, model, device.kind)
+        replica.updater.take(update, choice.optimizer_states)
+    if device.kind == "cuda" and update != "fused":
+        update_together(replica.optimizer)
     if subject.division is not None:
         check_whole(replica.optimizer)
     copies: list[torch.Tensor] = []  # of buffers, kept to restore them, and of gradients
@@ -349,7 +400,7 @@ def set_up(
     for buffer, owner in buffers.items():
         copies.append(buffer.detach().clone())
         tracer.see(copies[-1], "buffers", owner)
-    return replica, owners, copies
+    return replica, update, owners, copies
 
 
 def see_parameters(tracer: Tracer, owners: Owners) -> None:

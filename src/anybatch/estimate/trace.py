@@ -4,7 +4,7 @@ The code runs on fake tensors (shapes, dtypes and devices, no memory), and the t
 operation. A storage is alive from the operation that creates it until the last tensor on it is
 freed, exactly as in the real run, so the timeline of live bytes is that of the real run, before the
 allocator's rounding. Floating-point operations and bytes moved, for an estimate of time, are
-counted by another trace: see `seconds_work`.
+counted by a recorder of such a trace: see `seconds_work`.
 
 In forward, an operation belongs to the module that runs. In backward, PyTorch provides the node of
 the graph, and its sequence number leads to the module whose operation created it.
@@ -41,6 +41,9 @@ _node: Callable[[], Any] = torch._C._current_autograd_node
 _NoFunctions: Any = torch._C.DisableTorchFunction
 _CAST: Any = _aten._to_copy.default
 _HALF = (torch.bfloat16, torch.float16)
+
+Recorder = Callable[[Any, tuple[Any, ...], Any, Any], None]
+"""Called with an operation, its positional and named arguments, and its result."""
 
 CASTS = "weights in half precision"
 """Kind of the copies of weights that autocast creates."""
@@ -124,6 +127,7 @@ class Tracer(TorchDispatchMode):
         shapes: shape of the first tensor in the last result of each module.
         calls: number of forward passes of each module, excluding recompute.
         disturbed: whether a settled block was freed; see `begin_anew`.
+        recorder: called with each operation outside of kernels, its arguments and its result.
     """
 
     def __init__(
@@ -146,6 +150,7 @@ class Tracer(TorchDispatchMode):
         self._settled: frozenset[int] = frozenset()
         self._in_kernel = False
         self.disturbed: bool = False
+        self.recorder: Recorder | None = None
 
     def begin_anew(self, timeline: Timeline, settled: Iterable[Block]) -> None:
         """Record into `timeline` from now on, as if only what precedes it had been traced.
@@ -182,6 +187,8 @@ class Tracer(TorchDispatchMode):
             if found := self._kernels.workspace(func, args, result):
                 tensor, num_bytes = found
                 self.block_of(tensor).num_bytes = num_bytes
+            if self.recorder is not None:
+                self.recorder(func, args, kwargs or {}, result)
         return result
 
     def see(self, tensor: Tensor, kind: str = "", module: str = "") -> None:

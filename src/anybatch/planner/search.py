@@ -105,7 +105,7 @@ def search(every: Sequence[Costs], wishes: Wishes) -> Found:
     if best is None:
         raise nothing_fits([(one.costs, one.ways) for one in searches if one.ways])
     assert best.taken is not None
-    for one in searches:
+    for one in searches if wishes.frontier else ():
         one.look_at(best.taken)
     # Before rivals are traced, so that the comparison uses what was known at the selection.
     passed = [candidate for one in searches for candidate in one.rejected(best)]
@@ -235,13 +235,13 @@ class _Search:
         return PAYS * self.seconds < other.seconds
 
     def look_at(self, taken: Choice) -> None:
-        """Consider the choices to compare with the one that was `taken` in some search, and those
-        along the whole frontier if that is requested."""
+        """Consider the choices along the whole frontier, and the ones to compare with the choice that
+        was `taken` in some search."""
         costs = self.costs
         if taken.recompute in self.ways:
             with self._dropping():
                 costs.peak(costs.choice(taken.recompute, taken.micro_batch))
-        for way in tuple(self.ways) if self._wishes.frontier else ():
+        for way in tuple(self.ways):
             with self._dropping():
                 for size in (costs.sizes.smallest, costs.sizes.whole):
                     costs.peak(costs.choice(way, size))

@@ -20,9 +20,10 @@ Watch = Callable[[str], None]
 class Wishes:
     """Constraints set by the user; None leaves the decision to the search.
 
-    `frontier` also considers recompute methods that cannot win, so that memory can be plotted
-    against time. `compile` applies to the blocks of the model; `shapes_vary` states that samples
-    may differ in shape; `watch` is called with a description of each trace before it starts.
+    `frontier` also considers recompute methods and settings that cannot win, so that memory can be
+    plotted against time and the selected choice be compared. `compile` applies to the blocks of the
+    model; `shapes_vary` states that samples may differ in shape; `watch` is called with a
+    description of each trace before it starts.
     """
 
     precision: Precision | None = "fp32"
