@@ -645,23 +645,30 @@ class Step:
         plan = self._own
         if self._group.size > 1 or plan is None:
             return DEFAULT_GHOST_BATCH
-        room = (plan.budget_bytes or 0) - plan.reserve_bytes
-        states = 0 if self._optimizer.state else self._replica.state_bytes()
+        room = self._room_of_passes(plan)
         ghost = size // 2
         while ghost > 2:
             found = self._run(engine, batch, plan.choice, ghost, most=3)
-            if found is not None and found.fits and found.peak_bytes + states <= room:
+            if found is not None and found.fits and found.peak_bytes <= room:
                 return ghost
             ghost //= 2
         return min(DEFAULT_GHOST_BATCH, size)
 
+    def _room_of_passes(self, plan: Plan) -> int:
+        """Bytes for passes, beside the optimizer states that the first update creates."""
+        states = 0 if self._optimizer.state else self._replica.state_bytes()
+        return (plan.budget_bytes or 0) - plan.reserve_bytes - states
+
     def _rehearsed(self, engine: Transactions, batch: Any) -> Plan:
         """The plan of `engine` after it was rehearsed with passes over `batch`. Raises `NoPlanFits`."""
         plan, used = engine.plan, self._meter.used_bytes()
+        room = self._room_of_passes(plan)
 
         def rehearse(choice: Choice, kernels: KernelChoices | None) -> Rehearsed | None:
             size = choice.micro_batch
-            return self._run(engine, batch, choice, size, REHEARSED_PASSES, kernels)
+            is_last = size <= plan.task.unit or plan.budget_bytes is None
+            enough = None if is_last else room  # a smaller one will be tried
+            return self._run(engine, batch, choice, size, REHEARSED_PASSES, kernels, enough)
 
         found = Rehearsing(plan, self._replica, rehearse, used).plan()
         return plan if found is None else as_measured(found, plan)
@@ -674,16 +681,17 @@ class Step:
         size: int,
         most: int,
         kernels: KernelChoices | None = None,
+        enough: int | None = None,
     ) -> Rehearsed | None:
-        """Measure at most `most` passes over `size` samples of `batch`, and undo them. None: memory ran
-        out."""
+        """Measure at most `most` passes over `size` samples of `batch`, and undo them; a pass of more
+        than `enough` bytes is the last. None: memory ran out."""
         source = self._pieces(batch, size if self._is_whole and size < self._planned_for else None)
         changes = {"micro_batch": size, "evaluation_batch": min(size, choice.evaluation_batch)}
         tried = choice.model_copy(update=changes)
         try:
             with Borrowed(), self._meter.aside():
                 return engine.rehearsal.run(
-                    self._num_steps, source, tried, engine.plan.choice, most, kernels
+                    self._num_steps, source, tried, engine.plan.choice, most, kernels, enough
                 )
         finally:
             self._copies.put_back()

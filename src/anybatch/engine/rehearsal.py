@@ -70,10 +70,11 @@ class Rehearsal:
         after: Choice,
         most: int,
         kernels: KernelChoices | None = None,
+        enough_bytes: int | None = None,
     ) -> Rehearsed | None:
         """Run up to `most` passes of the step `index` under `choice`, on CUDA up to `_CUDA_PASSES`, and
         restore the choice `after` and the kernels. `kernels` replaces the kernel choices during these
-        passes. Returns None if memory ran out.
+        passes. No pass follows one that used more than `enough_bytes`. Returns None if memory ran out.
 
         Raises the errors of the data, the model or the loss.
         """
@@ -84,7 +85,7 @@ class Rehearsal:
         trim()  # memory that earlier passes left free must not be measured
         try:
             with self._replica.loss_untouched():
-                found = self._passes(source, choice, most)
+                found = self._passes(source, choice, most, enough_bytes)
         finally:
             self._replica.switch(after, before)
             self._limit.follow(after.freed_memory)
@@ -115,7 +116,9 @@ class Rehearsal:
         settles = self._on_cuda and most > 1
         return settles and len(seconds) < _CUDA_PASSES and sum(seconds) < _CUDA_SECONDS
 
-    def _passes(self, source: Source, choice: Choice, most: int) -> Rehearsed | MemoryFailure:
+    def _passes(
+        self, source: Source, choice: Choice, most: int, enough_bytes: int | None
+    ) -> Rehearsed | MemoryFailure:
         self._buffers.forget()
         each: list[tuple[float, float]] = []
         try:
@@ -141,6 +144,8 @@ class Rehearsal:
                     num_compiling += 1
                     each.pop()
                     self._meter.drop_lap()
+                elif enough_bytes is not None and self._meter.lap_bytes() > enough_bytes:
+                    break
             if not each:  # this rank has no samples
                 return Rehearsed(0.0, self._meter.lap_bytes())
             rates = [seconds / amount for seconds, amount in each[1:] or each]

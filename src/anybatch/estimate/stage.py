@@ -128,7 +128,9 @@ class Stage:
         layout = layout_on(device, subject)
         with self._open():
             found = set_up(subject, plain, device, tracer, layout, leanest)
-            self.replica, self.update, self._owners, self._copies = found
+            self.replica: Replica = found[0]
+            self.update: Update = found[1]
+            self._owners, self._copies = found[2:]
             self._bucketed = bucketed_bytes(self.replica, self._owners) if subject.flat else {}
             self.make_gradients()
             begun = tracer.timeline.num_moments

@@ -518,12 +518,11 @@ def faster_notice(choice: Choice, sizes: Sizes, setting: Setting) -> Iterator[st
         pace.step(
             choice.micro_batch, choice.recompute, sizes.whole, states_on=choice.optimizer_states
         ).total
-        * setting.correction.seconds
         for pace in (setting.pace, setting.pace.in_half())
     )
     if now > _WORTH_SAYING * half:
         yield (
-            f"In bf16 a step would take about {format_seconds(half)} on this device instead of"
-            f" {format_seconds(now)}, and less memory. Ask for it with --precision bf16 or auto (in"
-            " Python, precision=): it rounds differently, so it is never chosen unasked."
+            f"In bf16 a step would take about {half / now:.0%} of the time on this device, and less"
+            " memory. Ask for it with --precision bf16 or auto (in Python, precision=): it rounds"
+            " differently, so it is never chosen unasked."
         )

@@ -102,7 +102,8 @@ class Rehearsing:
             self._commit = plan.prediction.commit_bytes
         self._before = used_bytes
         self._held = min(used_bytes, held_bytes([replica.model]))
-        self._least: tuple[int, Choice] | None = None  # the smallest peak that did not fit
+        # The smallest peak that did not fit, with the smallest micro-batch.
+        self._least: tuple[int, Choice] | None = None
         self._begin()
 
     def plan(self) -> Plan | None:
@@ -205,7 +206,8 @@ class Rehearsing:
             if self._fits(found):
                 self._fitting.append(found)
                 return True
-            if self._least is None or found.peak_bytes < self._least[0]:
+            is_least = self._least is None or found.peak_bytes < self._least[0]
+            if size <= self._unit and is_least:  # passes of larger ones may have been stopped
                 self._least = found.peak_bytes, choice
         self._too_large = size
         return False
