@@ -9,7 +9,8 @@ previous gradient plus the gradient of the mean.
 The leaves of a graph are found by walking through it, which takes a tenth of the time of a pass with
 small batches. Most losses have no other leaves, so a pass that records as many operations as an earlier
 one, from a batch without gradients, is taken to have the same leaves; once a pass had others, every
-graph is walked.
+graph is walked. A leaf that comes later and adds no operation (a weight of a convolution that the loss
+uses, unfrozen in the middle of training) is missed.
 """
 
 from __future__ import annotations
