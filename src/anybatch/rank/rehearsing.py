@@ -267,11 +267,12 @@ class Rehearsing:
             "ladder": tuple(ladder),
             "prediction": self._prediction(choice, best),
         }
-        return self._plan.model_copy(update=found).slowed(self._correction(way))
+        return self._plan.model_copy(update=found).slowed(self._correction(way, best))
 
-    def _correction(self, way: Choice) -> float:
-        """Measured / predicted time of the first micro-batch whose time was predicted."""
-        for size in self._fitting:
+    def _correction(self, way: Choice, best: _Size) -> float:
+        """Measured / predicted time of `best`, or of the first other micro-batch whose time was
+        predicted."""
+        for size in (best, *self._fitting):
             choice = self._choice(way, size.micro_batch)
             predicted = self._plan.predicted_seconds(choice)
             told = self._plan.prediction
