@@ -655,7 +655,8 @@ class Step:
         return min(DEFAULT_GHOST_BATCH, size)
 
     def _room_of_passes(self, plan: Plan) -> int:
-        """Bytes for passes, beside the optimizer states that the first update creates."""
+        """Bytes available to passes: the budget without its reserve and without the optimizer states
+        that the first update creates."""
         states = 0 if self._optimizer.state else self._replica.state_bytes()
         return (plan.budget_bytes or 0) - plan.reserve_bytes - states
 

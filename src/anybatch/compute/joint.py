@@ -155,7 +155,7 @@ class Joint:
             return self._loss(model, batch)
         ask, num_samples = self._asked
         encoded = self.encode(model, batch, num_samples)
-        return ask(map_leaves(encoded, _detached)).of(encoded)
+        return ask(map_leaves(encoded, detached)).of(encoded)
 
     @contextmanager
     def asking(self, ask: Ask | None, num_samples: int) -> Iterator[None]:
@@ -208,7 +208,7 @@ class Joint:
         found = [None if one is None else _divided(one, factor) for one in found]
         own, direct = iter(found[: len(asked)]), found[len(asked) :]
         return Comparison(
-            Loss(total.detach(), loss.weight, map_leaves(loss.metrics, _detached)),
+            Loss(total.detach(), loss.weight, map_leaves(loss.metrics, detached)),
             num_samples,
             [next(own) if leaf.requires_grad else None for leaf in leaves],
             [(p, one) for p, one in zip(parameters, direct, strict=True) if one is not None],
@@ -316,13 +316,14 @@ def _weighed(returned: Any) -> Any:
     """Detach the weight in what a loss function returned. A weight that is computed from encodings
     (sample weights, for example) would seem to have a gradient, since all encodings require one."""
     if isinstance(returned, Loss):
-        return replace(returned, weight=_detached(returned.weight))
+        return replace(returned, weight=detached(returned.weight))
     if isinstance(returned, tuple) and len(returned) == 2:
-        return returned[0], _detached(returned[1])
+        return returned[0], detached(returned[1])
     return returned
 
 
-def _detached(leaf: Any) -> Any:
+def detached(leaf: Any) -> Any:
+    """Return `leaf` without its graph if it is a tensor, else unchanged."""
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 

@@ -31,7 +31,7 @@ from anybatch.compute import chunked_loss, kernel_choices, recompute
 from anybatch.compute.buckets import Buckets, check_dense, norm_of
 from anybatch.compute.embedding_ids import naming_ids
 from anybatch.compute.ghost_norm import GhostBatches, batch_norms
-from anybatch.compute.joint import Ask, Comparison, Joint, naming_divided, tensors_in
+from anybatch.compute.joint import Ask, Comparison, Joint, detached, naming_divided, tensors_in
 from anybatch.compute.loss import (
     leaving_gradients_alone,
     naming_lost_graphs,
@@ -391,7 +391,7 @@ class Replica:
                 self._outside_gradients.note(total, _num_recorded() - begun, from_gradients)
             # A pass that runs only because other ranks run one adds nothing.
             total.backward(seed if num_samples else torch.zeros_like(seed))
-        outputs = None if loss.outputs is None else map_leaves(loss.outputs, _detached)
+        outputs = None if loss.outputs is None else map_leaves(loss.outputs, detached)
         return Loss(loss.sum.detach(), loss.weight, loss.metrics, outputs)
 
     def _watched_writes(self) -> AbstractContextManager[None]:
@@ -672,10 +672,6 @@ def _own(gradient: Tensor) -> Tensor:
 def _values(gradients: Sequence[Tensor]) -> list[Tensor]:
     """The values that norms are computed from. In sparse gradients, repeated rows are summed first."""
     return [g.coalesce()._values() if g.is_sparse else g for g in gradients]
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _without_cache(model: nn.Module) -> Callable[[], None]:

@@ -97,7 +97,7 @@ def _found(subject: Subject, choice: Choice, device: Device) -> Head | None:
     if found is None:
         return None
     made_in, numbers = found
-    model: nn.Module = next(iter(subject.stages.values())).model
+    model: nn.Module = next(iter(subject.stages.values())).replica.model
     layer = modules_of(model).get(made_in)
     if not isinstance(layer, nn.Linear) or not chunked_loss.can_be_chunked(layer):
         return None

@@ -21,10 +21,9 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from anybatch.compute.along_sequence import PRODUCTS, is_sequence, treats_alike
-from anybatch.compute.joint import Share, nobody, rows_like
+from anybatch.compute.joint import Share, nobody
 from anybatch.compute.low_bit_optimizers import is_compiled, parts_of
 from anybatch.compute.optimizer_update import can_part, fuses_divided
-from anybatch.data.microbatch import map_leaves
 from anybatch.estimate.stage import cut_of, stage_with_leanest_update
 from anybatch.estimate.subject import Subject
 from anybatch.machine import Device
@@ -198,8 +197,8 @@ class Counting:
         with stage.recorded(watch):
             stage.make_gradients()
             (batch,) = stage.batches(micro_batch, 1)
-            blocks = _Blocks(stage.model, subject.blocks, watch)
-            mlps = _Mlps(stage.model, subject.mlps, watch)
+            blocks = _Blocks(replica.model, subject.blocks, watch)
+            mlps = _Mlps(replica.model, subject.mlps, watch)
             encoded: list[Any] = []
             watch.phase = "forward"
             with blocks, mlps:
@@ -215,13 +214,11 @@ class Counting:
                 if encoded and subject.compared:
                     self.comparison = watch.operations = []
                     watch.phase = "forward"
-                    rows = rows_like(encoded[0], subject.compared)
-                    self.compares_parameters = bool(replica.compare(rows, subject.compared).direct)
-                    del rows
+                    self.compares_parameters = bool(stage.compared(encoded[0]).direct)
             watch.phase = ""
             encoded.clear()
             replica.drop()
-        chains = [stage.model.get_submodule(_path(name)) for name in subject.chains]
+        chains = [replica.model.get_submodule(_path(name)) for name in subject.chains]
         return Work(
             micro_batch,
             (*passes, *self._update),
@@ -243,7 +240,7 @@ class Counting:
     def _blank(self, watch: Watch, seen: list[Any], encoded: Any) -> Share:
         """Return a placeholder for the share of a comparison, which is the same for every
         micro-batch, and add the encodings to `seen`."""
-        seen.append(map_leaves(encoded, _detached))
+        seen.append(encoded)
         phase, watch.phase = watch.phase, ""
         share = nobody(encoded)
         watch.phase = phase
@@ -268,10 +265,6 @@ class Counting:
 
 def _state_bytes(value: object) -> int:
     return sum(part.nbytes for part in parts_of(value).values()) if isinstance(value, Tensor) else 0
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _path(name: str) -> str:

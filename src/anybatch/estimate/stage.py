@@ -108,7 +108,7 @@ class Stage:
 
     Attributes:
         reusable: whether the traces so far have left the stage unchanged.
-        replica: model and optimizer.
+        replica: model and optimizer on fake tensors, in the precision of the plan.
         update: how the update is run.
 
     Raises whatever the model or its optimizer raises on fake tensors.
@@ -143,21 +143,18 @@ class Stage:
         self._settled = [block for block in head.blocks if block.died is None]
         self._first: int | None = None
 
-    @property
-    def model(self) -> nn.Module:
-        """The model on fake tensors, in the precision of the plan."""
-        return self.replica.model
-
     def step(self, choice: Choice) -> Traced:
         """Trace a step of at most two micro-batches and its update."""
         count = num_traced(self._subject, choice)
         step = self._begin()
         with self._open():
             self.replica.switch(choice)
-            before = counting_buffers(self.model)
+            before = counting_buffers(self.replica.model)
             self._run(choice, count)
             if not choice.recompute.blocks:
-                self._subject.written.update(dict.fromkeys(written_since(self.model, before)))
+                self._subject.written.update(
+                    dict.fromkeys(written_since(self.replica.model, before))
+                )
             self.replica.switch(self._plain)
             begun = step.num_moments
             self.run_update()
@@ -224,15 +221,15 @@ class Stage:
         `engine.joint`, or None."""
         if not self._subject.is_encoded_first(size):
             several = self._subject.compared > size
-            return (lambda encoded: self._compared(encoded).share(0, size)) if several else None
+            return (lambda encoded: self.compared(encoded).share(0, size)) if several else None
         (batch,) = self.batches(size, 1)
         encoded = self.replica.encode(batch, size, cut)
         del batch
-        share = self._compared(encoded).share(0, size)
+        share = self.compared(encoded).share(0, size)
         self._first = self._tracer.timeline.num_moments
         return lambda _: share
 
-    def _compared(self, encoded: Any) -> Comparison:
+    def compared(self, encoded: Any) -> Comparison:
         """Return a comparison of all samples, whose encodings are like `encoded`."""
         number = self._subject.compared
         return self.replica.compare(rows_like(encoded, number), number)

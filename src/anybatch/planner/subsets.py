@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from anybatch.planner.comparison import SAME_TIME
 from anybatch.planner.costs import Costs
 from anybatch.plans import Choice, Recompute
 
@@ -46,9 +45,6 @@ def subsets(
         return []
     if found.get(plain) == costs.sizes.whole:
         return []
-    bar = min(map(costs.seconds, fitting), default=float("inf"))
-    if bar <= SAME_TIME * costs.least_seconds(plain):
-        return []  # as fast as with unlimited memory
     top = found.get(everything) or largest(everything, costs)
     if top is None:
         return []
