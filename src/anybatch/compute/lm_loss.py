@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 
+from anybatch.compute.dtensor import is_dtensor
 from anybatch.errors import DataError, InputError, listed
 from anybatch.task import Loss
 
@@ -625,7 +625,7 @@ def _weight_of(head: nn.Module | Tensor, bias: Tensor | None) -> tuple[Tensor, T
             raise InputError("the head has a bias, and another one is given: leave bias= out.")
         bias = own if bias is None else bias
     assert isinstance(weight, Tensor)
-    if isinstance(weight, DTensor):
+    if is_dtensor(weight):
         raise InputError(
             "the head's weight is divided over ranks, and whole only while the model's forward runs:"
             " compute the loss inside it (anybatch.causal_lm_loss does), or choose a plan that"

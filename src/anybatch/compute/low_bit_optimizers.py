@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from anybatch.compute import multi_optimizer
+from anybatch.compute.dtensor import is_dtensor
 from anybatch.errors import InputError
 from anybatch.process.log_filter import silenced
 
@@ -43,7 +43,7 @@ def is_compiled(optimizer: Optimizer) -> bool:
 def parts_of(value: Tensor) -> dict[str, Tensor]:
     """The plain tensors that `value` consists of, by name. A plain tensor is returned under an empty
     name. A DTensor counts as plain."""
-    if isinstance(value, DTensor) or not is_traceable_wrapper_subclass(value):
+    if is_dtensor(value) or not is_traceable_wrapper_subclass(value):
         return {"": value}
     names, _ = value.__tensor_flatten__()
     return {

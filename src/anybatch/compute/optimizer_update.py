@@ -20,10 +20,10 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from anybatch.compute.dtensor import is_dtensor
 from anybatch.compute.low_bit_optimizers import state_kinds, unhooked_step
 from anybatch.errors import InputError
 from anybatch.plans import StatesOn, Update
@@ -288,7 +288,7 @@ def _trains_nothing(optimizer: Optimizer, group: dict[str, Any], kind: str) -> b
 
 
 def _divided(parameters: Sequence[Tensor]) -> bool:
-    return any(isinstance(param, DTensor) for param in parameters)
+    return any(is_dtensor(param) for param in parameters)
 
 
 def _is_dense(model: nn.Module) -> bool:

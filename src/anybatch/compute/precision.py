@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
+from anybatch.compute.dtensor import is_dtensor
 from anybatch.errors import InputError
 from anybatch.machine import Device, NumberFormat, cpu_computes_in
 from anybatch.plans import LOSS_SCALED, Precision
@@ -99,7 +99,7 @@ class Numerics:
             if device.type == "cuda" and precision in ("fp32", "tf32"):
                 self._undo.append(_tensor_float32(precision == "tf32"))
             # A model that is sharded over ranks keeps its own masters: see `parallel.Shard`.
-            divided = any(isinstance(p, DTensor) for p in model.parameters())
+            divided = any(is_dtensor(p) for p in model.parameters())
             if self._format.weights is not None and not (divided and self._format.masters):
                 self._halve(self._format.weights)
         except BaseException:

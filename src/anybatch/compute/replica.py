@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from anybatch.compute import chunked_loss, kernel_choices, recompute
 from anybatch.compute.buckets import Buckets, check_dense, norm_of
+from anybatch.compute.dtensor import is_dtensor, local_part
 from anybatch.compute.embedding_ids import naming_ids
 from anybatch.compute.ghost_norm import GhostBatches, batch_norms
 from anybatch.compute.joint import Ask, Comparison, Joint, detached, naming_divided, tensors_in
@@ -130,7 +130,7 @@ class Replica:
             self._install(choice)
             undo.callback(lambda: self._uninstall())
             self.optimizer: Optimizer = make_optimizer()
-            if any(isinstance(param, DTensor) for param in model.parameters()):
+            if any(is_dtensor(param) for param in model.parameters()):
                 check_whole(self.optimizer)
             self._numerics.adopt(self.optimizer)
             self.switch_optimizer(training=True)
@@ -227,7 +227,7 @@ class Replica:
         """From now on, give tensors that the loss uses besides the model and the optimizer the
         gradients that a plain loop would leave. For steps that are committed or dropped."""
         # A sharded model computes with tensors created for each pass, which have no gradient to keep.
-        if not any(isinstance(param, DTensor) for param in self.model.parameters()):
+        if not any(is_dtensor(param) for param in self.model.parameters()):
             self._outside_gradients = OutsideGradients(self._with_gradient)
 
     def synchronise(self, exchange: Exchange) -> None:
@@ -590,7 +590,7 @@ class Replica:
 
     def part_bytes(self) -> list[int]:
         """Bytes of each parameter, or of this rank's shard of it."""
-        parts = (p.to_local() if isinstance(p, DTensor) else p for p in self.parameters)
+        parts = (local_part(p) for p in self.parameters)
         return [part.nbytes for part in parts]
 
     def update_bytes(self) -> int:
@@ -654,7 +654,7 @@ class Replica:
             return torch.linalg.vector_norm(torch.stack(buckets.norms))
         norm = norm_of(_values(gradients))
         first = next(param.grad for param in self.parameters if param.grad is not None)
-        if not isinstance(first, DTensor):
+        if not is_dtensor(first):
             return norm
         squares = norm.square()  # of this rank's shards: one all-reduce, not one per parameter
         dist.all_reduce(squares, group=first.device_mesh.get_group())
@@ -663,10 +663,8 @@ class Replica:
 
 def _own(gradient: Tensor) -> Tensor:
     """This rank's shard of `gradient` if it is sharded, else `gradient` itself."""
-    if not isinstance(gradient, DTensor):
-        return gradient
     with torch.no_grad():
-        return gradient.to_local()
+        return local_part(gradient)
 
 
 def _values(gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import TorchFunctionMode
@@ -31,6 +30,7 @@ from anybatch.compute import (
     find_recomputable,
 )
 from anybatch.compute.building import optimizer_for, unhooked
+from anybatch.compute.dtensor import is_dtensor
 from anybatch.compute.ghost_norm import cut_norms, depends_on_cut
 from anybatch.compute.kernel_choices import is_compiled
 from anybatch.compute.low_bit_optimizers import parts_of
@@ -338,7 +338,7 @@ def fake_copy(model: nn.Module) -> nn.Module:
 def _empty_like(tensor: Tensor) -> Tensor:
     """An empty tensor like `tensor` on the default device. A tensor that consists of several ones, such
     as a quantized weight of torchao, is rebuilt from an empty one for each."""
-    if isinstance(tensor, DTensor) or not is_traceable_wrapper_subclass(tensor):
+    if is_dtensor(tensor) or not is_traceable_wrapper_subclass(tensor):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     return transform_subclass(tensor, lambda _, part: _empty_like(part))
 

@@ -12,7 +12,6 @@ from anybatch.parallel.link import connect
 from anybatch.parallel.local_steps import LocalSteps
 from anybatch.parallel.replicate import Replicate
 from anybatch.parallel.reproducible import Reproducible
-from anybatch.parallel.shard import Shard
 from anybatch.parallel.stale import Stale
 from anybatch.parallel.sums import Sums
 from anybatch.plans import Plan
@@ -52,6 +51,8 @@ def group_of(plan: Plan) -> tuple[Group, str]:
     elif exchange.stale:
         group = Stale(shares, device, sums)
     elif plan.parallel == "shard":
+        from anybatch.parallel.shard import Shard  # FSDP takes half a second to import
+
         group = Shard(
             shares,
             device,

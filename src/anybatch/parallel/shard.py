@@ -43,12 +43,12 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from anybatch.compute import Replica, find_blocks
 from anybatch.compute.blocks import match_blocks
 from anybatch.compute.buckets import BUCKET_BYTES, check_divisible
+from anybatch.compute.dtensor import is_dtensor, local_part
 from anybatch.compute.precision import FORMATS, NORMS
 from anybatch.errors import InputError, PeerLost
 from anybatch.parallel.abortable_group import DEADLINE, AbortableGroup
@@ -317,7 +317,7 @@ class Shard(DistributedGroup):
                 yield bucket
                 bucket, filled = [], 0
             bucket.append(param)
-            filled += _local(param).nbytes
+            filled += local_part(param).nbytes
         if bucket:
             yield bucket
 
@@ -326,7 +326,7 @@ class Shard(DistributedGroup):
         """Sum the gradients of `params` across groups. A rank that failed has no gradients and sends
         zeros, so no rank waits for it."""
         grads = [
-            _local(torch.zeros_like(p) if p.grad is None else p.grad).to(self._device)
+            local_part(torch.zeros_like(p) if p.grad is None else p.grad).to(self._device)
             for p in params
         ]
         flat = torch.cat([grad.reshape(-1) for grad in grads])
@@ -334,7 +334,7 @@ class Shard(DistributedGroup):
         for param, part in zip(params, flat.split([g.numel() for g in grads]), strict=True):
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
-            _local(param.grad).copy_(part.view_as(_local(param)))
+            local_part(param.grad).copy_(part.view_as(local_part(param)))
 
 
 @final
@@ -360,7 +360,7 @@ class _Notes:
         self._known = True
         for place, param in module.named_parameters():
             name = self._names.get(place)
-            if name is not None and name not in self._gathered and not isinstance(param, DTensor):
+            if name is not None and name not in self._gathered and not is_dtensor(param):
                 self._gathered[name] = param
                 param.register_post_accumulate_grad_hook(partial(self._note, name))
 
@@ -409,10 +409,6 @@ def _own_memory(_module: nn.Module, _args: Any, output: Any) -> Any:
     return tree_map_only(
         Tensor, lambda t: t.clone() if t.requires_grad and t._is_view() else t, output
     )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _norms(model: nn.Module) -> list[nn.Module]:

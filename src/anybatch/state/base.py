@@ -15,9 +15,9 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from anybatch.compute import Replica
+from anybatch.compute.dtensor import local_part
 from anybatch.compute.low_bit_optimizers import parts_of
 from anybatch.errors import InputError, some
 from anybatch.parallel import Group
@@ -143,5 +143,5 @@ def _fingerprint(tensor: Tensor) -> int:
 @torch.no_grad()
 def _parts(tensor: Tensor) -> list[Tensor]:
     own = tensor.detach()
-    own = own.to_local() if isinstance(own, DTensor) else own
+    own = local_part(own)
     return list(parts_of(own).values())

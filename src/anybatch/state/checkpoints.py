@@ -23,11 +23,10 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
 
 from anybatch.errors import AnybatchError, InputError, PeerFailed
 from anybatch.oom import is_memory_error
@@ -36,7 +35,9 @@ from anybatch.process.threads import begin
 from anybatch.state.blocks import DTYPES, DataFile
 from anybatch.state.folder import Folder, told_by_system
 from anybatch.state.manifest import Manifest, data_name, read_manifest
-from anybatch.state.storage import Reader, Writer
+
+if TYPE_CHECKING:
+    from anybatch.state.storage import Writer
 
 _VERIFY_THREADS = 4  # one file each
 
@@ -109,9 +110,13 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, group: Group, *, keep: int = 3) -> None:
+        # Half a second, for runs with checkpoints alone, and here, not in a save: it takes memory.
+        from anybatch.state import storage
+
         self._folder = Folder(Path(folder))
         self._group = group
         self._keep = keep
+        self._storage = storage
         self._job: Writer | None = None
         self._outcomes: list[Saved | Failed] = []
         self._passed_over: set[Path] = set()
@@ -133,9 +138,11 @@ class Checkpoints:
 
         Raises `PeerLost` if a rank is gone.
         """
+        from torch.distributed.checkpoint import CheckpointException
+
         self._settle()
         group = self._group
-        job = Writer(
+        job = self._storage.Writer(
             self._folder,
             content.tensors,
             content.facts,
@@ -236,7 +243,9 @@ class Checkpoints:
             PeerFailed: another rank failed.
             PeerLost: another rank is gone.
         """
-        reader = Reader(found.folder, found.manifest, tensors)
+        from torch.distributed.checkpoint import CheckpointException
+
+        reader = self._storage.Reader(found.folder, found.manifest, tensors)
         try:
             reader.run(alone=self._group.size == 1)
         except CheckpointException as error:

@@ -48,10 +48,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from anybatch.compute.dtensor import local_part
 from anybatch.errors import InputError
 from anybatch.parallel.vote import calling
 from anybatch.state.blocks import DTYPES, DataFile, dtype_name, read_box, staged, write_tensor
@@ -530,7 +530,7 @@ def _offset(index: MetadataIndex) -> tuple[int, ...]:
 
 
 def _strange(tensor: Tensor) -> str:
-    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    tensor = local_part(tensor)
     if is_traceable_wrapper_subclass(tensor):
         return f"is a {type(tensor).__name__}: give the plain tensors that it is made of"
     if tensor.layout is not torch.strided:
