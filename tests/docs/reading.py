@@ -87,15 +87,16 @@ def commands_of(block: Block) -> tuple[Command, ...]:
 
 @cache
 def command_blocks() -> tuple[tuple[Command, ...], ...]:
-    """The commands of each block, which may build on each other; each block once, and none whose
-    commands all stand in another."""
-    found = dict.fromkeys(
-        commands for name in documents() for b in blocks(name) if (commands := commands_of(b))
-    )
+    """The commands of each block, which may build on each other. Blocks with the same first command are
+    one, in which each command runs once."""
+    found: dict[Command, dict[Command, None]] = {}
+    for commands in (commands_of(block) for name in documents() for block in blocks(name)):
+        if commands:
+            found.setdefault(commands[0], {}).update(dict.fromkeys(commands))
     return tuple(
-        one
-        for one in found
-        if not any(set(one) < set(other) for other in found if other is not one)
+        tuple(one)
+        for one in found.values()
+        if not any(set(one) < set(other) for other in found.values() if other is not one)
     )
 
 
