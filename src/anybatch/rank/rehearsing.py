@@ -24,6 +24,7 @@ from anybatch.compute import Replica
 from anybatch.engine import Rehearsed, held_bytes
 from anybatch.errors import NoPlanFits
 from anybatch.machine import DeviceKind
+from anybatch.planner.costs import Sizes
 from anybatch.planner.kernel_rule import in_default_layout
 from anybatch.planner.ranks import budget_for, reserve_of
 from anybatch.plans import Choice, KernelChoices, Plan, Prediction
@@ -89,6 +90,7 @@ class Rehearsing:
         self._may_return = may_return and plan.device == "cpu" and plan.enforced
         self._whole = plan.largest_amount
         self._unit = min(plan.task.unit, self._whole)
+        self._sizes = Sizes(self._whole, self._unit)
         budget = plan.budget_bytes
         self._kind: DeviceKind = "cpu" if plan.device == "cpu" else "cuda"
         self._room = None if budget is None else budget - reserve_of(budget, self._kind)
@@ -189,10 +191,10 @@ class Rehearsing:
         return int(high.micro_batch + max(0.0, (self._room - high.peak_bytes) / slope))
 
     def _in_units(self, size: int) -> int:
-        """`size` rounded to whole ghost batches, and evened out over the passes of a step."""
-        units = max(1, size // self._unit)
-        passes = -(-self._whole // (units * self._unit))
-        return min(units, -(-self._whole // (passes * self._unit))) * self._unit
+        """A micro-batch of at most `size`, but at least the smallest: one that leaves no pass short, if
+        it takes at most a third more passes. So measured peaks, which vary from run to run, rarely lead
+        to another size."""
+        return self._sizes.whole_part(self._sizes.in_units(max(size, self._unit)))
 
     def _try(self, way: Choice, size: int) -> bool:
         """Whether micro-batch `size` of `way` fits."""
