@@ -108,7 +108,7 @@ from anybatch.plans import (
 from anybatch.process.cuda_driver import take_workspaces
 from anybatch.process.threads import Reminder
 from anybatch.rank import REHEARSED_PASSES
-from anybatch.rank.rehearsing import Rehearsing, room_of_passes
+from anybatch.rank.rehearsing import Rehearsing
 from anybatch.side_effects import code_of
 from anybatch.task import (
     JointLoss,
@@ -613,7 +613,7 @@ class Step:
         plan = self._own
         if plan is None:  # this rank has no samples
             return True
-        room = plan.room_bytes or 0
+        room = (plan.budget_bytes or 0) - plan.reserve_bytes
         used = self._meter.used_bytes()
         fixed = used + sum(p.nbytes for p in self._replica.parameters if p.requires_grad)
         is_run = True
@@ -645,7 +645,7 @@ class Step:
         plan = self._own
         if self._group.size > 1 or plan is None:
             return DEFAULT_GHOST_BATCH
-        room = room_of_passes(plan, self._replica) or 0
+        room = self._room_of_passes(plan)
         ghost = size // 2
         while ghost > 2:
             found = self._run(engine, batch, plan.choice, ghost, most=3)
@@ -654,14 +654,22 @@ class Step:
             ghost //= 2
         return min(DEFAULT_GHOST_BATCH, size)
 
+    def _room_of_passes(self, plan: Plan) -> int:
+        """Bytes available to passes: the budget without its reserve and without the optimizer states
+        that the first update creates."""
+        states = 0 if self._optimizer.state else self._replica.state_bytes()
+        return (plan.budget_bytes or 0) - plan.reserve_bytes - states
+
     def _rehearsed(self, engine: Transactions, batch: Any) -> Plan:
         """The plan of `engine` after it was rehearsed with passes over `batch`. Raises `NoPlanFits`."""
         plan, used = engine.plan, self._meter.used_bytes()
+        room = self._room_of_passes(plan)
 
         def rehearse(choice: Choice, kernels: KernelChoices | None) -> Rehearsed | None:
             size = choice.micro_batch
-            can_halve = size > plan.task.unit  # a smaller one will be tried
-            return self._run(engine, batch, choice, size, REHEARSED_PASSES, kernels, can_halve)
+            is_last = size <= plan.task.unit or plan.budget_bytes is None
+            enough = None if is_last else room  # a smaller one will be tried
+            return self._run(engine, batch, choice, size, REHEARSED_PASSES, kernels, enough)
 
         found = Rehearsing(plan, self._replica, rehearse, used).plan()
         return plan if found is None else as_measured(found, plan)
@@ -674,18 +682,17 @@ class Step:
         size: int,
         most: int,
         kernels: KernelChoices | None = None,
-        must_fit: bool = False,
+        enough: int | None = None,
     ) -> Rehearsed | None:
-        """Measure at most `most` passes over `size` samples of `batch`, and undo them. If they
-        `must_fit` the budget, one that does not is the last. None: memory ran out."""
+        """Measure at most `most` passes over `size` samples of `batch`, and undo them; a pass of more
+        than `enough` bytes is the last. None: memory ran out."""
         source = self._pieces(batch, size if self._is_whole and size < self._planned_for else None)
         changes = {"micro_batch": size, "evaluation_batch": min(size, choice.evaluation_batch)}
-        tried, after = choice.model_copy(update=changes), engine.plan.choice
-        room = room_of_passes(engine.plan, self._replica)
+        tried = choice.model_copy(update=changes)
         try:
             with Borrowed(), self._meter.aside():
                 return engine.rehearsal.run(
-                    self._num_steps, source, tried, after, most, kernels, room, must_fit
+                    self._num_steps, source, tried, engine.plan.choice, most, kernels, enough
                 )
         finally:
             self._copies.put_back()

@@ -76,13 +76,6 @@ class Limit(ABC):
         """Keep or return freed memory from now on, where the C library supports it."""
         del freed_memory
 
-    def learning(self, room_bytes: int | None) -> AbstractContextManager[None]:
-        """Context manager for a pass that is undone and begins with the heap as others have left it.
-        What it needs is learned for passes like it, which then begin in the same way, instead of with a
-        trimmed heap, if there is room. Exceeding `room_bytes` is no error. None: learn nothing."""
-        del room_bytes
-        return nullcontext()
-
     def reserve(self, num_bytes: int) -> None:
         """Raises a memory error if there is no room for `num_bytes` more."""
         del num_bytes
@@ -106,11 +99,7 @@ class CpuLimit(Limit):
         self._counted = counted_bytes
         self._compiles = compiles
         self._meter: CpuMeter | None = None
-        # By the shape of a pass: its largest growth, and the largest beyond what is in use at its
-        # beginning if it takes memory that is free in the heap, which may lie in unsuitable pieces.
-        self._growth: dict[Hashable, int] = {}
-        self._growth_in_heap: dict[Hashable, int] = {}
-        self._room: int | None = None  # of a pass from which to learn
+        self._growth: dict[Hashable, int] = {}  # largest growth during a pass, by shape
 
     def enter(self) -> Meter:
         with uncounted():
@@ -141,46 +130,16 @@ class CpuLimit(Limit):
             return
         shape = kind, shapes_of(batch)
         growth, before = self._growth.get(shape), self._meter.used_bytes()
-        fits = growth is not None and before + growth <= self._budget
-        in_use: int | None = None  # if the pass is to take what is free in the heap
-        if not fits or self._room is not None:
-            in_use = self._in_use(growth, self._growth_in_heap.get(shape))
-        if not fits and in_use is None:
+        if growth is None or before + growth > self._budget:
             trim()  # otherwise freed memory in the heap adds to what the pass takes
             before = self._meter.used_bytes()
         self._meter.begin_pass()
         yield
         peak = self._meter.pass_bytes()
-        if in_use is None:
-            self._growth[shape] = max(growth or 0, peak - before)
-        else:
-            known = self._growth_in_heap.get(shape, 0)
-            self._growth_in_heap[shape] = max(known, peak - in_use)
-        if self._room is not None and in_use is not None and peak > self._room:
-            self._meter.drop_pass()
-        elif peak > self._budget:
+        self._growth[shape] = max(growth or 0, peak - before)
+        if peak > self._budget:
             self._meter.drop_lap()
             raise OverBudget(peak, self._budget)
-
-    def _in_use(self, growth: int | None, in_heap: int | None) -> int | None:
-        """If a pass can begin with the heap as it is, because others like it could, or to learn whether
-        it can: the bytes in use without what is free in the heap."""
-        assert self._meter is not None
-        learns = growth is not None and self._room is not None
-        needed = growth if in_heap is None and learns else in_heap
-        if needed is None:
-            return None
-        in_use = self._meter.allocated_bytes()
-        most = self._budget if self._room is None else self._room
-        return None if in_use + needed > (most or 0) else in_use
-
-    @contextmanager
-    def learning(self, room_bytes: int | None) -> Iterator[None]:
-        self._room = room_bytes
-        try:
-            yield
-        finally:
-            self._room = None
 
     def reserve(self, num_bytes: int) -> None:
         if self._budget is None or self._meter is None:

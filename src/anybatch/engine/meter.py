@@ -81,8 +81,7 @@ class CpuMeter(Meter):
         self._files = status("RssFile") if self._exact else 0
         there = self._process.memory_info().rss
         self._baseline = there - counted_bytes
-        self._counted, self._start = counted_bytes, self._filled()
-        self._script = ScriptBytes(self._start)
+        self._script = ScriptBytes(self._filled())
         self._most = {"total": 0}
         self._lap = 0  # peak bytes of the process since the lap began, before this pass
 
@@ -109,20 +108,12 @@ class CpuMeter(Meter):
         self._lap = self._most_own_bytes()
         reset_peak()
 
-    def drop_pass(self) -> None:
-        """Forget the peak since `begin_pass`, because the pass was undone."""
-        reset_peak()
-
     def pass_bytes(self) -> int:
         """Returns the peak of bytes in use since `begin_pass`."""
         return max(0, self._peak_of_kernel() - self._baseline - self._script.num_bytes)
 
     def used_bytes(self) -> int:
         return max(0, self._own_bytes() - self._baseline - self._script.num_bytes)
-
-    def allocated_bytes(self) -> int:
-        """Returns the bytes in use, without freed memory that the heap keeps."""
-        return self._counted + self._filled() - self._start - self._script.num_bytes
 
     def fragmented_bytes(self) -> int | None:
         """See `Meter`. Returns the free bytes in the heap."""

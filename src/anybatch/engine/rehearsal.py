@@ -70,16 +70,11 @@ class Rehearsal:
         after: Choice,
         most: int,
         kernels: KernelChoices | None = None,
-        room_bytes: int | None = None,
-        must_fit: bool = False,
+        enough_bytes: int | None = None,
     ) -> Rehearsed | None:
         """Run up to `most` passes of the step `index` under `choice`, on CUDA up to `_CUDA_PASSES`, and
-        restore the choice `after` and the kernels. Returns None if memory ran out.
-
-        Args:
-            kernels: replaces the kernel choices during these passes.
-            room_bytes: the last pass shows whether passes that begin with an untrimmed heap fit it.
-            must_fit: whether no pass follows one that exceeds `room_bytes`.
+        restore the choice `after` and the kernels. `kernels` replaces the kernel choices during these
+        passes. No pass follows one that used more than `enough_bytes`. Returns None if memory ran out.
 
         Raises the errors of the data, the model or the loss.
         """
@@ -90,7 +85,7 @@ class Rehearsal:
         trim()  # memory that earlier passes left free must not be measured
         try:
             with self._replica.loss_untouched():
-                found = self._passes(source, choice, most, room_bytes, must_fit)
+                found = self._passes(source, choice, most, enough_bytes)
         finally:
             self._replica.switch(after, before)
             self._limit.follow(after.freed_memory)
@@ -122,7 +117,7 @@ class Rehearsal:
         return settles and len(seconds) < _CUDA_PASSES and sum(seconds) < _CUDA_SECONDS
 
     def _passes(
-        self, source: Source, choice: Choice, most: int, room: int | None, must_fit: bool
+        self, source: Source, choice: Choice, most: int, enough_bytes: int | None
     ) -> Rehearsed | MemoryFailure:
         self._buffers.forget()
         each: list[tuple[float, float]] = []
@@ -139,9 +134,7 @@ class Rehearsal:
                     micro = next(passes, None)
                     if micro is None or not micro.num_samples:
                         break
-                    learns = len(each) == most - 1 > 0
-                    learning = self._limit.learning(room if learns else None)
-                    with learning, self._limit.watched(choice.kind, micro.batch):
+                    with self._limit.watched(choice.kind, micro.batch):
                         stopwatch = Stopwatch()
                         self._pass(micro, source)
                         idle = stopwatch.idle_seconds() if self._alone_on_cpu else 0.0
@@ -151,7 +144,7 @@ class Rehearsal:
                     num_compiling += 1
                     each.pop()
                     self._meter.drop_lap()
-                elif must_fit and room is not None and self._meter.lap_bytes() > room:
+                elif enough_bytes is not None and self._meter.lap_bytes() > enough_bytes:
                     break
             if not each:  # this rank has no samples
                 return Rehearsed(0.0, self._meter.lap_bytes())

@@ -212,11 +212,6 @@ class Plan(Frozen):
             return num_units(num_samples, self.task.ghost_batch or 1)
         return -(-self._largest_part(num_samples) // self.choice.micro_batch)
 
-    @property
-    def room_bytes(self) -> int | None:
-        """The budget without its reserve; None without a budget."""
-        return None if self.budget_bytes is None else self.budget_bytes - self.reserve_bytes
-
     def leaner(self) -> Plan | None:
         """The plan to use after this one ran out of memory: the next rung of the ladder, or below the
         last rung half the micro-batch. None: there is no leaner plan."""

@@ -95,7 +95,9 @@ class Rehearsing:
         self._kind: DeviceKind = "cpu" if plan.device == "cpu" else "cuda"
         self._room = None if budget is None else budget - reserve_of(budget, self._kind)
         self._gradients = sum(p.nbytes for p in replica.parameters if p.requires_grad)
-        self._states = new_state_bytes(plan, replica)
+        there = bool(replica.optimizer.state)
+        on_device = plan.choice.optimizer_states == "device"
+        self._states = 0 if there or not on_device else replica.state_bytes()
         first = replica.update_bytes()
         self._commit = first, max(0, first - self._states)
         if plan.prediction is not None:
@@ -342,18 +344,6 @@ class Rehearsing:
             f" least {format_bytes(least)} (--memory {-(-least // (1 << 20))}MiB)."
         )
         return NoPlanFits(told, least_bytes=least)
-
-
-def new_state_bytes(plan: Plan, replica: Replica) -> int:
-    """Bytes of optimizer states that the first update will create on the device."""
-    has_states = bool(replica.optimizer.state) or plan.choice.optimizer_states != "device"
-    return 0 if has_states else replica.state_bytes()
-
-
-def room_of_passes(plan: Plan, replica: Replica) -> int | None:
-    """Bytes available to passes before the first update; None without a budget."""
-    room = plan.room_bytes
-    return None if room is None else room - new_state_bytes(plan, replica)
 
 
 def can_rehearse(plan: Plan) -> bool:

@@ -93,7 +93,7 @@ from anybatch.rank.data_wait import DataWait
 from anybatch.rank.pace import Pace
 from anybatch.rank.passes import Cutting, GlobalStep
 from anybatch.rank.record import Position, Record, parts_of
-from anybatch.rank.rehearsing import REHEARSED_PASSES, Rehearsing, can_rehearse, room_of_passes
+from anybatch.rank.rehearsing import REHEARSED_PASSES, Rehearsing, can_rehearse
 from anybatch.state import Checkpoints, TrainingState, frozen_checksums, load_weights
 from anybatch.task import Progress, Task
 from anybatch.units import check_count
@@ -334,14 +334,11 @@ class Session:
             return None
         source, group = self._source(data), self._group
         plan, run = self._engine.plan, self._engine.rehearsal.run
-        room = room_of_passes(plan, self._replica)
 
         def rehearse(choice: Choice, kernels: KernelChoices | None) -> Rehearsed | None:
             mine = together(
                 group,
-                lambda: run(
-                    data.index, source, choice, plan.choice, REHEARSED_PASSES, kernels, room
-                ),
+                lambda: run(data.index, source, choice, plan.choice, REHEARSED_PASSES, kernels),
             )
             everyone = self._exchanged(mine)
             found = [one for one in everyone if one is not None]

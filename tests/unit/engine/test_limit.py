@@ -79,35 +79,3 @@ def test_a_pass_over_a_cpu_budget_is_found_and_what_is_set_aside_counts_for_nobo
     assert 40 * MIB < meters[0].peak_bytes() <= 64 * MIB, meters[0].peak_bytes()
     for held in (strict, wide):
         held.leave()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's peak is Linux's")
-@alone
-def test_a_pass_begins_with_the_heap_as_it_is_once_a_pass_like_it_was_seen_to_fit_so():
-    trims: list[str] = []
-    trim, limit.trim = limit.trim, lambda: trims.append("") or trim()
-    held = CpuLimit(64 * MIB)
-    with at_work():
-        held.enter()
-        held.follow("kept")
-
-        def run(kind: str, size: int) -> int:
-            """Run a pass of up to 40 MiB in blocks of `size` MiB. Returns the number of trims."""
-            trims.clear()
-            with held.watched(kind, None):
-                blocks = [ones(size) for _ in range(40 // size)]
-            del blocks
-            return len(trims)
-
-        assert [run("small", 4) for _ in range(3)] == [1, 1, 1]
-        with held.learning(62 * MIB):
-            assert run("small", 4) == 0
-        assert [run("small", 4) for _ in range(3)] == [0, 0, 0]
-        # Where what is free lies in pieces, a large block does not find room among them.
-        assert run("large", 24) == 1
-        blocks = [ones(1) for _ in range(44)]
-        del blocks[::2]
-        with held.learning(62 * MIB):
-            assert run("large", 24) == 0
-        assert [run("large", 24) for _ in range(2)] == [1, 1]
-    held.leave()
