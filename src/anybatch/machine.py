@@ -6,6 +6,7 @@ A machine is detected (`Machine.here`) or, for hardware that is not present, des
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from dataclasses import dataclass, field, replace
@@ -298,6 +299,10 @@ def _detect(wanted: str | None) -> Device:
 def _cpu() -> Device:
     cores = num_cores()
     memory = host_memory()
+    if memory.limit:
+        # The first optimizer of a process loads it, which takes some 80 MiB of what seems free.
+        importlib.import_module("torch._dynamo")
+        memory = host_memory()
     rates = Rates(
         flops=_CPU_CORE.flops * cores,
         half_flops=_CPU_CORE.half_flops * cores,

@@ -14,11 +14,13 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from tests.alone import alone
 from tests.heap import fill_heap
 
 import anybatch.parallel as parallel
@@ -330,20 +332,20 @@ def leave_only(spare):
     return hoard
 
 
-def test_24_mib_are_enough_to_save_and_to_load(tmp_path):
+@alone
+def test_24_mib_are_enough_to_save_and_to_load():
     """A state of 64 MiB; half of it cannot be written as it lies, not being contiguous."""
     state = {"x": torch.randn(8 << 20), "y": torch.randn(2048, 4096).t()}
     target = {name: torch.empty_like(tensor) for name, tensor in state.items()}
     for tensor in target.values():
         tensor.zero_()  # its pages are there
-
-    def work():
-        Checkpoints(tmp_path / "warm", SingleDevice()).save(content(1), 1, stage=False)
+    with TemporaryDirectory() as folder:
+        Checkpoints(Path(folder, "warm"), SingleDevice()).save(content(1), 1, stage=False)
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         hoard = leave_only(24 * MIB)
         with pytest.raises(RuntimeError):
             state["x"].clone()
-        checkpoints = Checkpoints(tmp_path / "c", SingleDevice())
+        checkpoints = Checkpoints(Path(folder, "c"), SingleDevice())
         for step, stage in ((1, True), (2, False)):
             checkpoints.save(Content(state), step, stage=stage)
             checkpoints.wait()
@@ -354,8 +356,6 @@ def test_24_mib_are_enough_to_save_and_to_load(tmp_path):
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
         assert all(torch.equal(target[name], state[name]) for name in state)
         assert isinstance(hoard, list)  # until here
-
-    assert in_child(work) == 0
 
 
 # ------------------------------------------------------------------------------------------- killed

@@ -123,6 +123,9 @@ def test_a_run_keeps_to_the_memory_of_its_group(
 
 LOOK = "from anybatch.machine import Machine; d = Machine.here(device='cpu').device; "
 LOOK += "print(d.total_bytes, d.free_bytes, d.budget_bytes, d.limit)"
+# What the first optimizer of a process loads is not free.
+LOADED = LOOK + "; import torch; torch.optim.SGD(torch.nn.Linear(1, 1).parameters()); "
+LOADED += "print(Machine.here(device='cpu').device.free_bytes)"
 NEIGHBOR = "held = b'x' * (200 << 20); print(flush=True); input()"
 
 
@@ -150,6 +153,14 @@ def test_what_others_hold_in_the_group_is_no_part_of_the_budget():
     # The neighbor's interpreter takes some MiB, too.
     assert 200 * MIB <= alone[0] - beside[0] < 240 * MIB
     assert beside[1] == int(0.9 * beside[0])
+
+
+def test_what_the_first_optimizer_loads_is_no_part_of_the_budget():
+    with memory_group(LIMIT) as group:
+        words = group.command(sys.executable, "-c", LOADED)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=True)
+    first, second = done.stdout.splitlines()
+    assert abs(int(first.split()[1]) - int(second)) < 8 * MIB
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

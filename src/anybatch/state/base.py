@@ -142,6 +142,4 @@ def _fingerprint(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def _parts(tensor: Tensor) -> list[Tensor]:
-    own = tensor.detach()
-    own = local_part(own)
-    return list(parts_of(own).values())
+    return list(parts_of(local_part(tensor.detach())).values())
