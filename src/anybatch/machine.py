@@ -142,8 +142,7 @@ class Machine:
 
     Attributes:
         devices: at least one.
-        is_limited: whether the user gave the budgets; otherwise they are the free memory, and nothing
-            is enforced.
+        is_limited: whether the user gave the budgets; otherwise they are part of the free memory.
     """
 
     devices: tuple[Device, ...]

@@ -90,7 +90,7 @@ from anybatch.errors import DataError, InputError, NoPlanFits
 from anybatch.estimate import Outline, Subject, dtypes_of
 from anybatch.events import Event, Replanned, Sink, step_number
 from anybatch.launch import find
-from anybatch.machine import Machine
+from anybatch.machine import USABLE, Machine
 from anybatch.oom import is_limited
 from anybatch.parallel import Group, Replicate, SingleDevice, Wish
 from anybatch.parallel.failures import Outdated, PeerOutdated, same_on_all, together
@@ -124,8 +124,7 @@ _LEAST_QUARTERED = 8
 """Minimum number of samples in a batch of which a quarter is tried before the whole."""
 
 _FAR = 2
-"""A batch that is estimated to need more than this multiple of the available memory is not tried in one
-piece."""
+"""Passes that are estimated to need more than this multiple of the available memory are not tried."""
 
 
 _WAIT_SECONDS = 300.0
@@ -208,7 +207,7 @@ class Step:
             as in a plain loop, as long as they fit in one piece. If they have to be cut, the largest
             ghost batch that fits is chosen, once, with a warning; with several ranks it is 32. Each
             rank cuts its own part.
-        compile: compile the blocks of the model; a budget on a CPU is then not enforced.
+        compile: compile the blocks of the model.
         sinks: readers of recovery events; only those of rank 0 are called. Without any, a change of
             plan after memory ran out is a warning.
         verbose: whether rank 0 prints the plan to standard error in the first call.
@@ -621,14 +620,14 @@ class Step:
         def rehearse(choice: Choice, kernels: KernelChoices | None) -> Rehearsed | None:
             nonlocal is_run
             if size >= _LEAST_QUARTERED and kernels is None:
-                part = self._run(engine, batch, choice, size // 4, most=1)
-                if part is None:
+                about = self._estimated(engine, batch, choice, size, fixed, room)
+                if about is None:
                     return None
-                about = fixed + max(0, part.peak_bytes - fixed) * size // (size // 4)
                 needs_little = self._device.type == "cpu" and not plan.enforced
-                if about > _FAR * room or (needs_little and about < room // 2):
+                is_far = about.peak_bytes > self._worth_trying(room)
+                if is_far or (needs_little and about.peak_bytes < room // 2):
                     is_run = False
-                    return replace(part, peak_bytes=about)
+                    return about
             return self._run(engine, batch, choice, size, most=2, kernels=kernels)
 
         # Cutting is faster than returning freed memory, unless BatchNorm normalizes over the whole.
@@ -640,19 +639,51 @@ class Step:
             self._own = found.model_copy(update={"prediction": told})
         return found is not None
 
+    def _estimated(
+        self, engine: Transactions, batch: Any, choice: Choice, size: int, fixed: int, room: int
+    ) -> Rehearsed | None:
+        """The measurements of a pass over a quarter of the `size` samples of `batch`, with the peak
+        above `fixed` bytes scaled up to all of them; None: memory ran out. On a CPU, where the kernel
+        may end a process that needs more memory than there is, passes over smaller parts come first,
+        and the first of which four times as much does not fit into `room` is scaled up instead."""
+        parts = [size // 4]
+        while self._device.type == "cpu" and parts[0] >= _LEAST_QUARTERED:
+            parts.insert(0, parts[0] // 4)
+        about: Rehearsed | None = None
+        for part in parts:
+            found = self._run(engine, batch, choice, part, most=1)
+            if found is None:
+                return None
+            grown = max(0, found.peak_bytes - fixed)
+            about = replace(found, peak_bytes=fixed + grown * size // part)
+            if fixed + 4 * grown > room:
+                break
+        return about
+
     def _largest_ghost(self, engine: Transactions, batch: Any, size: int) -> int:
-        """The largest ghost batch of BatchNorm that fits, found by halving the batch repeatedly."""
+        """The largest ghost batch of BatchNorm that fits, of the batch halved repeatedly."""
         plan = self._own
         if self._group.size > 1 or plan is None:
             return DEFAULT_GHOST_BATCH
-        room = self._room_of_passes(plan)
-        ghost = size // 2
-        while ghost > 2:
+        room, used = self._room_of_passes(plan), self._meter.used_bytes()
+        halves = [size // 2]
+        while halves[-1] > 5:
+            halves.append(halves[-1] // 2)
+        largest = min(DEFAULT_GHOST_BATCH, size)
+        for ghost in reversed(halves):
             found = self._run(engine, batch, plan.choice, ghost, most=3)
-            if found is not None and found.fits and found.peak_bytes <= room:
-                return ghost
-            ghost //= 2
-        return min(DEFAULT_GHOST_BATCH, size)
+            if found is None or not found.fits or found.peak_bytes > room:
+                break
+            largest = ghost
+            if 2 * found.peak_bytes - used > self._worth_trying(room):
+                break
+        return largest
+
+    def _worth_trying(self, room: int) -> int:
+        """Estimated bytes up to which a pass is tried although it may not fit into `room`: on a CPU no
+        more than is free, since the kernel may end a process that needs more."""
+        free = self._where.free_bytes
+        return _FAR * room if free is None else min(_FAR * room, max(room, int(USABLE * free)))
 
     def _room_of_passes(self, plan: Plan) -> int:
         """Bytes available to passes: the budget without its reserve and without the optimizer states

@@ -163,6 +163,63 @@ def test_what_the_first_optimizer_loads_is_no_part_of_the_budget():
     assert abs(int(first.split()[1]) - int(second)) < 8 * MIB
 
 
+KEEPING = """
+held = []
+def keeping():
+    made = task()
+    def model():
+        held.append(held or b"x" * (100 << 20))  # as what it imports
+        return made.model()
+    return replace(made, model=model)
+"""
+
+
+def test_what_the_code_of_the_model_keeps_is_no_part_of_the_budget(tmp_path: Path):
+    (tmp_path / "task.py").write_text(f"from dataclasses import replace{TASK}{KEEPING}")
+    budgets: list[int] = []
+    for name in ("task", "keeping"):
+        words = ["anybatch", "plan", f"task.py:{name}", "--no-rehearsal", "--json"]
+        with memory_group(LIMIT) as group:
+            done = subprocess.run(
+                group.command(sys.executable, "-m", *words),
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+                check=True,
+            )
+        plan = json.loads(done.stdout)
+        assert plan["enforced"]
+        budgets.append(plan["budget_bytes"])
+    assert 80 * MIB <= budgets[0] - budgets[1] <= 100 * MIB
+
+
+STEP = """
+import torch
+import anybatch as ab
+from task import task
+
+made = task()
+model = made.model()
+step = ab.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), made.loss)
+inputs = torch.randn(4 * 8192, 16, dtype=torch.float64)
+# In one piece this takes 2.6 GiB, and a quarter of it more than the group has.
+print(step((inputs, inputs.sum(1, keepdim=True).sin())).num_micro_batches)
+"""
+
+
+def test_a_step_of_any_size_keeps_to_the_memory_of_its_group(tmp_path: Path):
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "script.py").write_text(STEP)
+    with memory_group(LIMIT) as group:
+        words = group.command(sys.executable, "script.py", is_victim=True)
+        done = subprocess.run(
+            words, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+        assert (done.returncode, group.num_killed) == (0, 0), done.stderr
+    assert int(done.stdout) >= 2.6 * 1024 * MIB / LIMIT
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_whose_memory_another_process_takes_ends_with_the_right_weights(
     ranks: int, undisturbed: dict[str, torch.Tensor], tmp_path: Path

@@ -54,6 +54,9 @@ _POINT_SECONDS, _LEAST_ROUNDS = 0.03, 3
 
 _DEADLINE_SECONDS = 120.0
 
+_MEASURING_BYTES = 512 << 20
+"""Free memory below which a CPU is not measured: a second process with PyTorch takes 300 MiB."""
+
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
@@ -219,6 +222,8 @@ def measure_apart(device: Device, threads: int) -> Speeds:
 
 
 def _tell_speeds(name: str, threads: str) -> None:
+    with contextlib.suppress(OSError):  # no Linux: if memory runs out, end this process first
+        Path("/proc/self/oom_score_adj").write_text("1000")
     torch.set_num_threads(int(threads))
     sys.stdout.buffer.write(SPEEDS.dump_json(measure(Machine.here(device=name).device)))
 
@@ -293,8 +298,9 @@ _memo: dict[Where, Speeds] = {}
 
 def speeds_of(device: Device) -> Speeds:
     """Return the speeds of `device`: measured, now or earlier, if it is present; nominal if it is
-    not, or if measuring fails."""
-    if not device.present:
+    not, if too little memory is free, or if measuring fails."""
+    free = device.free_bytes
+    if not device.present or (free is not None and free < _MEASURING_BYTES):
         return nominal(device)
     here = where(device)
     found = _memo.get(here) or read(here.file("speeds"), SPEEDS)

@@ -14,3 +14,4 @@ from anybatch.planner.remembered import Remembered as Remembered
 from anybatch.planner.remembered import key_of as key_of
 from anybatch.planner.setting import Wishes as Wishes
 from anybatch.planner.setting import budget_notices as budget_notices
+from anybatch.planner.setting import is_enforced as is_enforced

@@ -82,8 +82,10 @@ def setting_of(
 
 
 def is_enforced(device: Device, limited: bool) -> bool:
-    """Whether the budget of `device` is enforced, given whether the user named it (`limited`)."""
-    return limited and device.present and can_enforce(device.kind)
+    """Whether the budget of `device` is enforced, given whether the user named it (`limited`). Where
+    the kernel ends processes that exceed a limit, the memory that it leaves is enforced too."""
+    asked = limited or (device.kind == "cpu" and bool(device.limit))
+    return asked and device.present and can_enforce(device.kind)
 
 
 def budget_notices(device: Device, limited: bool) -> Iterator[str]:
@@ -101,4 +103,4 @@ def budget_notices(device: Device, limited: bool) -> Iterator[str]:
             " refuses memory or ends the process. Give less with --memory."
         )
     if not limited and device.kind == "cpu" and device.limit:
-        yield f"No budget was given, so none is enforced. What is free is bounded by {device.limit}."
+        yield f"No budget was given: it is most of the memory that {device.limit} leaves free."

@@ -7,7 +7,7 @@ each describes its device to the others, and rank 0 makes the plan for all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from anybatch.planner import (
     as_measured,
     budget_notices,
     default_ghost_notice,
+    is_enforced,
     key_of,
     layouts_of,
     make_plan,
@@ -148,8 +149,7 @@ def plan(
             over all ranks, if the model is divided.
         balance: `"measured"`: shares follow the ranks' measured speed; `"fixed"`: they do not change;
             None: measured on GPUs, except with local steps.
-        compile: compile the blocks of the model with `torch.compile`. A budget on a CPU is then used
-            for planning but not enforced.
+        compile: compile the blocks of the model with `torch.compile`.
         frontier: also evaluate choices that cannot be the fastest, so that the plan contains the
             tradeoff between memory and time.
         rehearsal: whether to rehearse the plan. Not possible for a described `machine`, a divided
@@ -215,7 +215,7 @@ class _Planning:
         is_here = self._machine is None
         with nullcontext() if self._by_itself else joined():
             self._together = is_here and are_several()
-            self._devices = devices_of(self._machine, options.memory, self._ranks, options.parallel)
+            self._devices = self._found_devices()
             self._link = None
             if self._together and options.parallel != "single":
                 self._link = _measured_link(self._watch, held=options.memory is not None)
@@ -230,6 +230,20 @@ class _Planning:
                 else:
                     made = _returning(made)
         return made if options.exchange is None else made.exchanging(options.exchange)
+
+    def _found_devices(self) -> Sequence[Device]:
+        """Returns the devices to plan for."""
+        options = self._options
+        find_devices = partial(
+            devices_of, self._machine, options.memory, self._ranks, options.parallel
+        )
+        found = find_devices()
+        if self._machine is None and options.memory is None and any(one.limit for one in found):
+            # What the code of the model imports is not free. Its errors are raised when planning.
+            with suppress(Exception):
+                subject_of(self._task)
+            found = find_devices()
+        return found
 
     def _rehearsed(self, made: Plan) -> Plan:
         """Returns `made` with measured values. A cached plan that no longer fits is made again."""
@@ -517,7 +531,7 @@ def serves_again(before: Plan, task: Task, ranks: int | None, options: PlanOptio
     memory, compile = options.memory, options.compile
     devices = devices_of(None, memory, ranks, options.parallel)
     leanest = min(devices, key=lambda device: device.budget_bytes)
-    on_cpu = before.device == "cpu"
+    most = leanest.budget_bytes if leanest.free_bytes is None else leanest.free_bytes
     return (
         before.task.name == task.name
         and before.task.global_batch == largest_batch(task)
@@ -525,8 +539,12 @@ def serves_again(before: Plan, task: Task, ranks: int | None, options: PlanOptio
         and (before.task.grain, before.task.part) == _grains(task, before)
         and len(before.shares) == len(devices)
         and before.device_name == leanest.name
-        and before.enforced == (memory is not None and not (compile and on_cpu))
-        and (memory is None or before.budget_bytes == leanest.budget_bytes)
+        and before.enforced == is_enforced(leanest, memory is not None)
+        and (
+            (before.budget_bytes or 0) <= most
+            if memory is None
+            else before.budget_bytes == leanest.budget_bytes
+        )
         and parse_open_precision(options.precision) in (None, before.choice.precision)
         and before.kernels.compile == compile
         and (options.parallel is None or before.parallel == options.parallel)

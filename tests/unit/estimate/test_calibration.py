@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,13 @@ def test_a_device_that_is_not_here_is_not_measured(measured: list[str], folder: 
     assert not speeds_of(Machine.describe("rtx-4090").device).measured
     assert not measured
     assert not folder.exists()
+
+
+def test_where_little_is_free_no_second_process_is_started(measured: list[str]):
+    little = replace(CPU, free_bytes=500 << 20)
+    assert not speeds_of(little).measured
+    assert not measured
+    assert speeds_of(replace(CPU, free_bytes=600 << 20)).measured
 
 
 def test_the_cache_is_where_the_system_keeps_caches(monkeypatch, tmp_path: Path):

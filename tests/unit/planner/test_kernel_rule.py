@@ -97,6 +97,8 @@ def test_a_run_does_not_try_whether_compiling_is_faster():
     plan = ab.plan(task_of(), compile=True)
     assert serves_again(plan, task_of(), None, PlanOptions(compile=True))
     assert not serves_again(plan, task_of(), None, PlanOptions())
+    budget = ab.plan(task_of(), memory="1GiB", compile=True, rehearsal=False)
+    assert serves_again(budget, task_of(), None, PlanOptions(memory="1GiB", compile=True))
     with pytest.raises(ab.InputError, match="Runs no longer try whether compiling is faster"):
         ab.plan(task_of(), compile="if-faster")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ab.InputError, match="compile is 'always': give True or False"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -60,10 +61,20 @@ def test_what_is_chosen_is_predicted_to_fit_with_the_reserve(budget: int):
 
 
 def test_a_device_that_is_named_without_a_budget_has_none_to_enforce():
-    named = ab.plan(deep_task(), ab.Machine.here(device="cpu"))
-    assert not named.enforced
+    free = replace(ab.Machine.here(device="cpu").device, limit="")
+    assert not ab.plan(deep_task(), ab.Machine((free,))).enforced
     limited = ab.plan(deep_task(), ab.Machine.here("1GiB", device="cpu"))
     assert limited.enforced == sys.platform.startswith("linux")
+
+
+def test_what_a_limit_of_the_system_leaves_is_enforced_without_a_budget():
+    here = ab.Machine.here(device="cpu").device
+    group = replace(here, budget_bytes=8 * MIB, limit="the control group's limit of 600 MiB")
+    plan = ab.plan(deep_task(), ab.Machine((group,)))
+    assert plan.enforced == sys.platform.startswith("linux")
+    assert plan.budget_bytes == 8 * MIB
+    (notice,) = (notice for notice in plan.notices if "600 MiB" in notice)
+    assert notice.startswith("No budget was given")
 
 
 def test_more_memory_never_makes_a_slower_plan():
