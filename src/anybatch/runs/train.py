@@ -38,8 +38,7 @@ from anybatch.events import (
 from anybatch.insight.noise import NoiseScale, latest
 from anybatch.insight.noise_series import Block, Series
 from anybatch.launch import call, find
-from anybatch.parallel import exchange as tell
-from anybatch.parallel import leads
+from anybatch.parallel import from_rank_0, leads
 from anybatch.plans import (
     Balancing,
     Exchange,
@@ -312,7 +311,7 @@ def choose_plan(
     Raises what `plan` raises.
     """
     if out is not None and resumes:
-        before = tell(last_plan(out) if leads() else None)[0]
+        before = from_rank_0(lambda: last_plan(out))
         if before is not None and serves_again(before, task, ranks, options):
             return before
     return make_plan(task, ranks=ranks, **options.given())
@@ -368,13 +367,13 @@ class _Job:
     def train_for_another(self, log: Path) -> tuple[dict[str, Tensor], Result] | None:
         """Train on a rank that `start` has started. The first rank of each machine returns the weights
         and the result for the caller, the others None."""
+        member = find()
         with joined():
-            first = _is_first_here()
             with contextlib.ExitStack() as stack:
                 sinks = [stack.enter_context(EventLog(log)), Ending(log)] if leads() else []
                 result = self.train(None, sinks)
             state = whole_state(result.model)
-        if not first:
+        if member is not None and member.local_rank:
             return None
         return state, replace(result, model=nn.Identity())
 
@@ -438,7 +437,8 @@ class _Job:
             begun.append(started)
             session.emit(started)
             if resumes:
-                session.emit(resumed or _begun_anew(checkpoints))
+                anew = Resumed(time=time.time(), step=0, samples_seen=0, folder=str(checkpoints))
+                session.emit(resumed or anew)
             if out is not None and leads() and is_pretrained(session.model):
                 keep_pretrained(session.model, out / PRETRAINED)
             reason = "stopped"
@@ -486,11 +486,6 @@ class _Job:
         )
 
 
-def _begun_anew(checkpoints: Path | None) -> Resumed:
-    """Returns the event for a run that should be resumed but starts from the beginning."""
-    return Resumed(time=time.time(), step=0, samples_seen=0, folder=str(checkpoints))
-
-
 def _command() -> str:
     """Returns the shell command that started this process, in its short form; empty in a notebook, in
     an interactive Python session, and for code from `-c` or standard input."""
@@ -504,11 +499,6 @@ def _command() -> str:
 
 def _and(display: Display | None) -> Sequence[Sink]:
     return () if display is None else (display,)
-
-
-def _is_first_here() -> bool:
-    member = find()
-    return member is None or member.local_rank == 0
 
 
 def _learn(plan: Plan, result: Result) -> None:
