@@ -20,7 +20,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypeAlias
-from urllib.parse import urlsplit
 
 from anybatch.errors import InputError, LaunchError
 from anybatch.launch import exits
@@ -32,7 +31,6 @@ from anybatch.launch.network import (
     joined,
     literal,
     meet,
-    parse_address,
 )
 from anybatch.process.early_stop_signal import MARK
 from anybatch.process.threads import num_cores, torch_threads
@@ -112,22 +110,16 @@ def find(environment: Mapping[str, str] | None = None) -> Membership | None:
 
 @contextmanager
 def join(
-    membership: Membership,
-    device_type: DeviceType,
-    *,
-    rendezvous: str | None = None,
-    timeout_seconds: float,
+    membership: Membership, device_type: DeviceType, *, timeout_seconds: float
 ) -> Iterator[None]:
     """Create the process group of the ranks for the duration of a `with` block: gloo, and also NCCL
-    for CUDA. An existing group is left unchanged. Every rank has to call this.
+    for CUDA. The ranks meet at the address that their launcher provides. An existing group, which a
+    script has created in its own way, is left unchanged. Every rank has to call this.
 
     Args:
         membership: membership of this process.
         device_type: where the ranks compute. With CUDA, each uses the visible device whose index is
             its local rank.
-        rendezvous: where the ranks meet: `env://`, `tcp://HOST:PORT` (a port of rank 0's machine)
-            or `file:///PATH` (on a disk that all ranks see, a new name for each run). Default: the
-            address that the launcher provides.
         timeout_seconds: time limit for all ranks to arrive and connect.
 
     Raises:
@@ -150,7 +142,7 @@ def join(
             own_cores = max(1, num_cores() // membership.local_world_size)
             stack.enter_context(torch_threads(own_cores))
         try:
-            store, place, host, serves = _store(membership, rendezvous, deadline)
+            store, place, host, serves = _store(membership, deadline)
             stack.enter_context(_interface(membership, host))
             _connect(membership, device_type, store, place, deadline)
         except BaseException as error:
@@ -333,49 +325,23 @@ def _checked(
 # ------------------------------------------------------------------------------- where the ranks meet
 
 
-def _store(
-    membership: Membership, rendezvous: str | None, deadline: Deadline
-) -> tuple[Store, str, str | None, bool]:
-    """The store where the ranks meet, its address in words, its host (None for a file), and whether
-    this rank serves it."""
-    from torch.distributed import FileStore, PrefixStore
+def _store(membership: Membership, deadline: Deadline) -> tuple[Store, str, str, bool]:
+    """The store where the ranks meet, its address in words, its host, and whether this rank serves
+    it."""
+    from torch.distributed import PrefixStore
 
-    url = urlsplit(rendezvous or "env://")
-    if url.scheme == "file":
-        if not url.path or url.netloc not in ("", "localhost"):
-            raise InputError(
-                f"the rendezvous is {rendezvous!r}: write file:// and the whole path of a new file,"
-                " such as file:///shared/run-1."
-            )
-        try:
-            base: Store = FileStore(url.path, membership.world_size)
-        except RuntimeError as error:
-            raise LaunchError(
-                f"the file {url.path} of the rendezvous cannot be opened: check that its folder is"
-                " there and can be written to."
-            ) from error
-        place, host, serves = url.path, None, False
-    elif url.scheme in ("env", "tcp"):
-        agent_serves = False
-        if url.scheme == "tcp":
-            host, port = parse_address(url.netloc, "the address of the rendezvous")
-        else:
-            host, port = _address(membership, explicit=rendezvous is not None)
-            # torchrun's agent serves the store itself, at the address that it provides.
-            agent_serves = _text(os.environ, "TORCHELASTIC_USE_AGENT_STORE") == "True"
-        serves = membership.rank == 0 and not agent_serves
-        place = joined(host, port)
-        if _on_one_machine(membership) and not agent_serves:
-            host = LOOPBACK
-        # A rank that rejoins may be faster than the serving rank, so the store of rank 0 is kept.
-        role = "host" if serves else "guest"
-        base = _served.get((host, port)) or meet(host, port, role, deadline, listen=literal(host))
-        if serves and port:
-            _served[host, port] = base
-    else:
-        raise InputError(
-            f"the rendezvous is {rendezvous!r}: it has to begin with env://, tcp:// or file://."
-        )
+    host, port = _address(membership)
+    place = joined(host, port)
+    # torchrun's agent serves the store itself, at the address that it provides.
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = membership.rank == 0 and not agent_serves
+    if _on_one_machine(membership) and not agent_serves:
+        host = LOOPBACK
+    # A rank that rejoins may be faster than the serving rank, so the store of rank 0 is kept.
+    role = "host" if serves else "guest"
+    base = _served.get((host, port)) or meet(host, port, role, deadline, listen=literal(host))
+    if serves and port:
+        _served[host, port] = base
     store = PrefixStore(f"anybatch/{membership.attempt}/{_num_joins}", base)
     gather_at(store, place, membership.world_size, deadline)
     return store, place, host, serves
@@ -396,7 +362,7 @@ def _on_one_machine(membership: Membership) -> bool:
     return said is not None and membership.local_world_size == membership.world_size
 
 
-def _address(membership: Membership, explicit: bool) -> tuple[str, int]:
+def _address(membership: Membership) -> tuple[str, int]:
     """The address of rank 0, from the environment."""
     variables = os.environ
     host, port = _text(variables, "MASTER_ADDR"), _number(variables, "MASTER_PORT")
@@ -407,14 +373,14 @@ def _address(membership: Membership, explicit: bool) -> tuple[str, int]:
             )
         return host, port
     alone = membership.local_world_size == membership.world_size
-    if membership.launcher == "slurm" and not explicit:
+    if membership.launcher == "slurm":
         step = _text(variables, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
         if host is None and step is not None:
             host = LOOPBACK if alone else first_host(step)
         key = (
             f"{_text(variables, 'SLURM_JOB_ID', 'SLURM_JOBID')}.{_text(variables, 'SLURM_STEP_ID')}"
         )
-    elif membership.launcher == "mpi" and not explicit:
+    elif membership.launcher == "mpi":
         if host is None and alone:
             host = LOOPBACK
         key = _text(variables, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") or str(os.getppid())
@@ -514,16 +480,12 @@ def _take_device(membership: Membership) -> None:
 
 
 @contextmanager
-def _interface(membership: Membership, host: str | None) -> Iterator[None]:
+def _interface(membership: Membership, host: str) -> Iterator[None]:
     """Select the network interface for the backends: the one that leads to the place where the
     ranks met, or the loopback on one machine, so that their ports cannot be reached from outside.
     By default they use the interface that the machine's own name resolves to, which on many
     machines leads nowhere."""
-    if _on_one_machine(membership) or (
-        host is None and membership.local_world_size == membership.world_size
-    ):
-        host = LOOPBACK
-    name = interface_to(host, 1) if host else None
+    name = interface_to(LOOPBACK if _on_one_machine(membership) else host, 1)
     values = {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
     ours = {key: value for key, value in values.items() if key not in os.environ}
     os.environ.update(ours)

@@ -238,8 +238,7 @@ def gather_at(store: Store, place: str, world_size: int, deadline: Deadline) -> 
     if number > world_size:
         raise LaunchError(
             f"rank number {number} has come to {place}, where {world_size} were expected: another run"
-            " uses the same address (give each its own), or it is a file that an earlier run left"
-            " behind (delete it)."
+            " uses the same address, so give each its own."
         )
     if number == world_size:
         store.set("complete", "1")
