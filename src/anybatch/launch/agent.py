@@ -38,9 +38,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LOCAL_TIMEOUT_SECONDS = 60.0
-"""Time limit for the ranks of a single machine to meet."""
-
 TIMEOUT_SECONDS = 300.0
 """Time limit for several machines to meet, some of which may still be starting."""
 
@@ -234,7 +231,7 @@ def _prepared(
     nodes: int | tuple[int, int] = 1,
     rendezvous: str | None = None,
     secret: str | None = None,
-    timeout_seconds: float | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
     grace_seconds: float = GRACE_SECONDS,
     restarts: int | None = None,
 ) -> Iterator[Orders]:
@@ -245,8 +242,6 @@ def _prepared(
     if restarts is None:
         restarts = 0 if least == most else ELASTIC_RESTARTS
     check_count(restarts, "restarts", 0)
-    if timeout_seconds is None:
-        timeout_seconds = LOCAL_TIMEOUT_SECONDS if most == 1 else TIMEOUT_SECONDS
     for name, value in (("timeout_seconds", timeout_seconds), ("grace_seconds", grace_seconds)):
         if not value > 0:
             raise InputError(f"{name} is {value}: give a number of seconds above 0.")

@@ -95,7 +95,6 @@ class Found:
     folder: Path
     facts: Mapping[str, Any]
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    score: float | None
     passed_over: tuple[str, ...]
     manifest: Manifest = field(repr=False)
 
@@ -217,7 +216,6 @@ class Checkpoints:
                 name: (tuple(record.shape), DTYPES[record.dtype])
                 for name, record in manifest.tensors.items()
             },
-            manifest.score,
             tuple(passed_over),
             manifest,
         )
