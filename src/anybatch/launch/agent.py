@@ -438,9 +438,7 @@ def _raised(orders: Orders, ending: Ending, end: End) -> Exception:
     packed, what, trace = cloudpickle.loads(path.read_bytes())
     error: Any = None
     if packed is not None:
-        with suppress(
-            Exception
-        ):  # an exception of the user's code need not be possible to unpickle
+        with suppress(Exception):  # exceptions of the user's code may not survive pickling
             error = cloudpickle.loads(packed)
     if not isinstance(error, Exception):
         error = LaunchError(f"{who} raised {what}\n\n{trace}")

@@ -303,7 +303,7 @@ class _Agent(LocalElasticAgent):
 
     @property
     def _world_size(self) -> int:
-        return self._worker_group.workers[0].world_size
+        return self.get_worker_group().workers[0].world_size
 
     def _file(self, local: int, suffix: str) -> Path:
         return self._orders.folder / f"{self._meeting.attempt}-{local}{suffix}"
@@ -322,7 +322,7 @@ class _Agent(LocalElasticAgent):
                 continue
             end = read(
                 self._file(local, ".word"),
-                rank=self._worker_group.workers[local].global_rank,
+                rank=self.get_worker_group().workers[local].global_rank,
                 local_rank=local,
                 pid=handler.proc.pid,
                 machine=meeting.names[meeting.index],

@@ -377,9 +377,8 @@ def _address(membership: Membership) -> tuple[str, int]:
         step = _text(variables, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
         if host is None and step is not None:
             host = LOOPBACK if alone else first_host(step)
-        key = (
-            f"{_text(variables, 'SLURM_JOB_ID', 'SLURM_JOBID')}.{_text(variables, 'SLURM_STEP_ID')}"
-        )
+        job = _text(variables, "SLURM_JOB_ID", "SLURM_JOBID")
+        key = f"{job}.{_text(variables, 'SLURM_STEP_ID')}"
     elif membership.launcher == "mpi":
         if host is None and alone:
             host = LOOPBACK

@@ -130,7 +130,7 @@ class CheckpointManager:
         return found.folder
 
     def close(self) -> None:
-        """Complete or abandon pending checkpoints."""
+        """Complete pending checkpoints."""
         self.checkpoints.close()
 
     @contextmanager

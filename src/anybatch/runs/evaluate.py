@@ -33,6 +33,7 @@ from anybatch.report.folder import EVENTS_FILE
 from anybatch.report.sentences import format_scores
 from anybatch.runs.planning import (
     are_several,
+    check_started,
     checked_ranks,
     default_ranks,
     devices_of,
@@ -140,11 +141,7 @@ def evaluate(
             f"device is {device!r}, which is for one rank, but this process is one of {here.world_size}"
             " that were started already: leave device out."
         )
-    if here is not None and ranks is not None and here.world_size != ranks:
-        raise InputError(
-            f"ranks is {ranks}, but this process is one of {here.world_size} that were started already:"
-            " leave ranks out."
-        )
+    check_started(ranks)
     with joined():
         return job.run_here(sinks)
 

@@ -67,6 +67,7 @@ from anybatch.report.folder import ADAPTERS, CHECKPOINTS, EVENTS_FILE, PRETRAINE
 from anybatch.report.sentences import counted, format_scores
 from anybatch.runs.planning import (
     PlanOptions,
+    check_started,
     checked_ranks,
     default_ranks,
     serves_again,
@@ -250,18 +251,11 @@ def train(
         )
     folder = None if out is None else Path(out)
     job = _Job(task, plan, folder, log, options, keeping, _command())
-    here = find()
     wanted = num_processes(plan, ranks, parallel)
-    least, most = (nodes, nodes) if isinstance(nodes, int) else nodes
-    if here is None and (wanted > 1 or most > 1):
+    if find() is None and (wanted > 1 or nodes not in (1, (1, 1))):
         with displayed(progress) as display:
             return job.start(wanted, nodes, rendezvous, [*sinks, *_and(display)])
-    size = here.world_size if here else 1
-    if ranks is not None and least == most and size != ranks * least:
-        raise InputError(
-            f"ranks is {ranks}, but this process is one of {size} that were started already: leave"
-            " ranks out."
-        )
+    check_started(ranks)
     with joined(), displayed(progress and leads()) as display:
         return job.train(ranks, sinks, display)
 

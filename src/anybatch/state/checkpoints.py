@@ -177,11 +177,10 @@ class Checkpoints:
         ended, self._outcomes[:count] = self._outcomes[:count], []
         return ended
 
-    def wait(self, seconds: float | None = None) -> None:
-        """Waits until no save of this rank (on rank 0: of any rank) is in progress, or for
-        `seconds`."""
+    def wait(self) -> None:
+        """Waits until no save of this rank (on rank 0: of any rank) is in progress."""
         if self._job is not None and self._job.ended is not None:
-            self._job.ended.wait(seconds)
+            self._job.ended.wait()
 
     def newest(
         self, step: int | None = None, *, only: str = "", touches: bool = True
@@ -254,13 +253,9 @@ class Checkpoints:
                 f"rank {rank} could not load {found.folder}: {_sentence(first)}"
             ) from None
 
-    def close(self, seconds: float | None = None) -> None:
-        """Waits for the save in progress, at most `seconds`, and then abandons it. No thread
-        remains."""
-        self.wait(seconds)
-        if self._job is not None:
-            self._job.given_up.set()
-            self.wait()
+    def close(self) -> None:
+        """Waits for the save in progress. No thread remains."""
+        self.wait()
         if self._group.rank == 0:
             self._folder.leave()
 

@@ -77,15 +77,6 @@ STALL_SECONDS = 120.0
 _MOST_PART_BYTES = 256 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Location of a slice: bytes of the file of rank `file`."""
-
-    file: int
-    start: int
-    num_bytes: int
-
-
 class Part(Record):
     """The record that seals the file of a rank: its length, and the checksums of each slice by its
     start; or the reason why the file could not be written."""
@@ -115,9 +106,8 @@ class Writer(StorageWriter):
         written: set when the bytes of this rank are written, or will not be.
         wrong: why they are not written.
         told: failure reported by another rank, if any.
-        given_up: set when the save is abandoned.
         ended: set when its thread has ended; None: it has no thread.
-        metadata, results: on rank 0, torch's plan, and the locations of the slices of each rank.
+        metadata, results: on rank 0, torch's plan, and where each rank's slices begin in its file.
     """
 
     folder: Folder
@@ -136,7 +126,6 @@ class Writer(StorageWriter):
     pending: list[Tensor] | None = None
     release: Callable[[], object] = lambda: None
     told: str = ""
-    given_up: threading.Event = field(default_factory=threading.Event)
     metadata: Metadata | None = None
     results: Sequence[Sequence[WriteResult]] = ()
 
@@ -186,11 +175,11 @@ class Writer(StorageWriter):
                     f"{item.index.fqn!r} has a part of shape {tuple(tensor.shape)} on rank"
                     f" {self.rank} where {tuple(item.tensor_data.chunk.sizes)} was planned"
                 )
-            place = Place(self.rank, start, tensor.numel() * tensor.element_size())
-            results.append(WriteResult(item.index, place.num_bytes, place))
-            if place.num_bytes:
+            num_bytes = tensor.numel() * tensor.element_size()
+            results.append(WriteResult(item.index, num_bytes, storage_data=start))
+            if num_bytes:
                 tensors.append(tensor)
-                start += place.num_bytes
+                start += num_bytes
         if self.stage:
             self.pending = _staged(tensors)
         if self.pending is None:
@@ -210,11 +199,10 @@ class Writer(StorageWriter):
         return False
 
     def write_pending(self) -> None:
-        """Writes and seals the copies, if there are any. Raises `OSError`, or `InputError` if the save
-        was abandoned."""
+        """Writes and seals the copies, if there are any. Raises `OSError`."""
         assert self.partial is not None
         if self.pending is not None:
-            write_part(self.partial, self.rank, self.pending, self.given_up)
+            write_part(self.partial, self.rank, self.pending)
 
     def tell_failure(self, reason: str) -> None:
         """Informs rank 0 that the part of this rank will not be written. Raises `OSError`."""
@@ -256,15 +244,14 @@ class Writer(StorageWriter):
                     f"nothing came from rank {first} for {STALL_SECONDS:.0f} s: it is gone, its disk"
                     " hangs, or its folder of this name is another one"
                 )
-            if self.given_up.wait(pause):
-                raise InputError(f"it was given up before the part of rank {first} had come")
+            time.sleep(pause)
             pause = min(2 * pause, 0.5)
 
     def _manifest(self, parts: Sequence[Part]) -> Manifest:
         assert self.metadata is not None
-        places: dict[tuple[str, tuple[int, ...]], Place] = {
-            (result.index.fqn, _offset(result.index)): result.storage_data
-            for of_rank in self.results
+        places = {
+            (result.index.fqn, _offset(result.index)): (rank, result)
+            for rank, of_rank in enumerate(self.results)
             for result in of_rank
         }
         tensors = {}
@@ -272,15 +259,15 @@ class Writer(StorageWriter):
             assert isinstance(record, TensorStorageMetadata)
             slices = []
             for chunk in record.chunks:
-                place = places[name, tuple(chunk.offsets)]
-                if place.num_bytes:
+                rank, written = places[name, tuple(chunk.offsets)]
+                if written.size_in_bytes:
                     slices.append(
                         Slice(
                             offsets=list(chunk.offsets),
                             sizes=list(chunk.sizes),
-                            file=place.file,
-                            start=place.start,
-                            checksums=parts[place.file].checksums[str(place.start)],
+                            file=rank,
+                            start=written.storage_data,
+                            checksums=parts[rank].checksums[str(written.storage_data)],
                         )
                     )
             tensors[name] = TensorRecord(
@@ -295,22 +282,15 @@ class Writer(StorageWriter):
         )
 
 
-def write_part(
-    partial: Path, rank: int, tensors: list[Tensor], given_up: threading.Event | None = None
-) -> None:
+def write_part(partial: Path, rank: int, tensors: list[Tensor]) -> None:
     """Writes the file of `rank`, and seals it. `tensors` is emptied in the process, so that they can be
-    freed.
-
-    Raises `OSError`, or `InputError` if the save was abandoned.
-    """
+    freed. Raises `OSError`."""
     checksums: dict[str, list[int]] = {}
     start = 0
     descriptor = os.open(partial / data_name(rank), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         tensors.reverse()
         while tensors:
-            if given_up is not None and given_up.is_set():
-                raise InputError("it was given up, since the run ends")
             tensor = tensors.pop()
             checksums[str(start)] = write_tensor(descriptor, tensor)
             start += tensor.numel() * tensor.element_size()
