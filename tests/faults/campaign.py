@@ -553,7 +553,7 @@ def _watch(one: Any, number: int, squeeze: Squeeze, several: bool) -> None:
 
     before(group, "staged", "reduction")
     if one._archive is not None:
-        before(one._archive._checkpoints, "save", "saving")
+        before(one._archive.checkpoints, "save", "saving")
     if several:
         before(replica, "accumulate", "turn")
         before(replica, "evaluate", "turn")

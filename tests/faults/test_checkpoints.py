@@ -15,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
@@ -513,7 +514,8 @@ def save_until_killed(rank, size, folder, seconds):
             if rank and step == begun + 3:
                 threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
     except PeerLost:
-        checkpoints.close(seconds=0.0)
+        with mock.patch.object(storage, "STALL_SECONDS", 0.0):
+            checkpoints.close()
         assert not any(one.name.startswith("checkpoint") for one in threading.enumerate())
         ended = checkpoints.finished()
         return step, sum(isinstance(one, Saved) for one in ended)

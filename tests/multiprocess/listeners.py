@@ -29,11 +29,11 @@ def below(root: int) -> list[str]:
     return sorted(found)
 
 
-def survey(folder: str, rendezvous: str | None = None) -> None:
+def survey(folder: str) -> None:
     """Join the other ranks and write down what listens while all are joined."""
     membership = find()
     assert membership is not None
-    with join(membership, "cpu", rendezvous=rendezvous, timeout_seconds=60):
+    with join(membership, "cpu", timeout_seconds=60):
         distributed.barrier()
         write(folder, membership.rank)
         distributed.barrier()

@@ -1,7 +1,7 @@
 """A rank of whatever started it: finds itself, joins the others, adds up the rank numbers, and writes
 what it saw into a folder.
 
-    python probe.py FOLDER [RENDEZVOUS]
+    python probe.py FOLDER
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from anybatch.launch import find, join
 
 
-def probe(rendezvous: str | None = None) -> dict[str, object]:
+def probe() -> dict[str, object]:
     """What this rank sees."""
     membership = find()
     assert membership is not None
-    with join(membership, "cpu", rendezvous=rendezvous, timeout_seconds=60):
+    with join(membership, "cpu", timeout_seconds=60):
         import torch
         from torch import distributed
 
@@ -43,5 +43,5 @@ def task() -> None:
 
 
 if __name__ == "__main__":
-    seen = probe(*sys.argv[2:3])
+    seen = probe()
     (Path(sys.argv[1]) / f"{seen['rank']}.json").write_text(json.dumps(seen))

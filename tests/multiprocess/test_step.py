@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tests.crew import RankError
+from tests.ports import free_port
 from torch import nn
 
 import anybatch as ab
@@ -239,12 +240,12 @@ def test_a_rank_that_fails_is_told_before_one_whose_parameters_have_changed(crew
     assert told.startswith("rank 1 failed in step 2 with DataError")
 
 
-def join(rank, size, store):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+def join(rank, size, rendezvous):
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size)
     dist.barrier()  # none may leave while another is still on its way to it
 
 
-def leaving_in_between(rank, size, store):
+def leaving_in_between(rank, size, rendezvous):
     model = Net()
     step = ab.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
     step(samples(rank, 4))
@@ -253,16 +254,16 @@ def leaving_in_between(rank, size, store):
     with pytest.raises(ab.InputError) as raised:
         step(samples(rank, 4))
     step.close()
-    join(rank, size, store)  # as the crew has it
+    join(rank, size, rendezvous)  # as the crew has it
     return str(raised.value)
 
 
-def joining_in_between(rank, size, store):
+def joining_in_between(rank, size, rendezvous):
     dist.destroy_process_group()
     model = Net()
     step = ab.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
     step(samples(rank, 4))
-    join(rank, size, store)
+    join(rank, size, rendezvous)
     with pytest.raises(ab.InputError) as raised:
         step(samples(rank, 4))
     step.close()
@@ -270,17 +271,17 @@ def joining_in_between(rank, size, store):
 
 
 def test_other_ranks_than_in_the_first_call(crew, tmp_path):
-    for told in crew(2, leaving_in_between, str(tmp_path / "left")):
+    for told in crew(2, leaving_in_between, f"tcp://127.0.0.1:{free_port()}"):
         assert told.startswith(
             "the number of ranks is 1, and was 2 when this Step began: make torch's"
         )
-    for told in crew(2, joining_in_between, str(tmp_path / "joined")):
+    for told in crew(2, joining_in_between, f"file://{tmp_path}/joined"):
         assert told.startswith(
             "the number of ranks is 2, and was 1 when this Step began: make torch's"
         )
 
 
-def apart(rank, size, store):
+def apart(rank, size, rendezvous):
     """Started as one of two ranks, which nobody has joined."""
     dist.destroy_process_group()
     model = Net()
@@ -292,12 +293,12 @@ def apart(rank, size, store):
         step(samples(rank, 4))
         step(samples(rank, 4))
     step.close()
-    join(rank, size, store)
+    join(rank, size, rendezvous)
     return [(str(one.message), one.filename) for one in warned]
 
 
 def test_ranks_that_nobody_has_joined_are_warned_of(crew, tmp_path):
-    (told,), others = crew(2, apart, str(tmp_path / "joined"))
+    (told,), others = crew(2, apart, f"file://{tmp_path}/joined")
     assert told[0].startswith(
         "torchrun has started 2 ranks, but there is no process group of torch"
     )

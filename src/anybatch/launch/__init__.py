@@ -8,7 +8,6 @@ from anybatch.launch.agent import read_secret as read_secret
 from anybatch.launch.agent import run_command as run_command
 from anybatch.launch.board import open_board as open_board
 from anybatch.launch.exits import leave as leave
-from anybatch.launch.membership import Launcher as Launcher
 from anybatch.launch.membership import Membership as Membership
 from anybatch.launch.membership import find as find
 from anybatch.launch.membership import join as join

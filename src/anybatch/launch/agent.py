@@ -38,9 +38,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LOCAL_TIMEOUT_SECONDS = 60.0
-"""Time limit for the ranks of a single machine to meet."""
-
 TIMEOUT_SECONDS = 300.0
 """Time limit for several machines to meet, some of which may still be starting."""
 
@@ -141,7 +138,9 @@ def run_command(
         if is_told or _tell_of_stop([cause]):
             _delete(orders.logs)  # rank 0 has already printed their content
         else:
-            _tell(_tale(orders, ending, cause))
+            shown = _tail(orders, cause) if ending.here and not cause.stack else ""
+            told = cause.failed_first(ending.world_size, orders.most > 1)
+            _tell(f"{told}.{shown or _below(cause)}")
         return cause.status if cause.status > 0 else 128 - cause.status
 
 
@@ -232,7 +231,7 @@ def _prepared(
     nodes: int | tuple[int, int] = 1,
     rendezvous: str | None = None,
     secret: str | None = None,
-    timeout_seconds: float | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
     grace_seconds: float = GRACE_SECONDS,
     restarts: int | None = None,
 ) -> Iterator[Orders]:
@@ -243,8 +242,6 @@ def _prepared(
     if restarts is None:
         restarts = 0 if least == most else ELASTIC_RESTARTS
     check_count(restarts, "restarts", 0)
-    if timeout_seconds is None:
-        timeout_seconds = LOCAL_TIMEOUT_SECONDS if most == 1 else TIMEOUT_SECONDS
     for name, value in (("timeout_seconds", timeout_seconds), ("grace_seconds", grace_seconds)):
         if not value > 0:
             raise InputError(f"{name} is {value}: give a number of seconds above 0.")
@@ -416,7 +413,7 @@ def _error(orders: Orders, ending: Ending) -> Exception | None:
         error: Exception = LaunchError(_gone(orders, ending))
     elif ending.cause is not None and not ending.here:
         told = ending.cause.failed_first(ending.world_size, several=True)
-        error = LaunchError(f"{told}.{_below(ending.cause.stack)}")
+        error = LaunchError(f"{told}.{_below(ending.cause)}")
     elif failed:
         cause = ending.cause or failed[0]
         error = _raised(orders, ending, cause)
@@ -435,16 +432,18 @@ def _raised(orders: Orders, ending: Ending, end: End) -> Exception:
     who = end.who(ending.world_size, several=False)
     path = _stem(orders, ending, end.local_rank).with_suffix(".failure")
     if not end.spoke or not path.exists():
-        tail = _tail(orders.logs / f"rank-{end.rank}.log")
         return LaunchError(
-            f"{who} ended without returning from its function: {end.sentence}.{tail}"
+            f"{who} ended without returning from its function: {end.sentence}.{_tail(orders, end)}"
         )
-    told = cloudpickle.loads(path.read_bytes())
-    error = _unpacked(told["error"])
-    if error is None:
-        error = LaunchError(f"{who} raised {told['what']}\n\n{told['traceback']}")
+    packed, what, trace = cloudpickle.loads(path.read_bytes())
+    error: Any = None
+    if packed is not None:
+        with suppress(Exception):  # exceptions of the user's code may not survive pickling
+            error = cloudpickle.loads(packed)
+    if not isinstance(error, Exception):
+        error = LaunchError(f"{who} raised {what}\n\n{trace}")
     if not end.stack:  # otherwise the error message shows it
-        error.__cause__ = LaunchError(f"on {who}:\n\n{told['traceback']}")
+        error.__cause__ = LaunchError(f"on {who}:\n\n{trace}")
     error.add_note(f"on {who}")
     return error
 
@@ -453,24 +452,10 @@ def _stem(orders: Orders, ending: Ending, local: int) -> Path:
     return orders.folder / f"{ending.attempt}-{local}"
 
 
-def _unpacked(packed: bytes | None) -> Exception | None:
-    """The unpickled exception; None if it cannot be unpickled, or is not an `Exception`."""
-    import cloudpickle
-
-    if packed is None:
-        return None
-    try:
-        error = cloudpickle.loads(packed)
-    except Exception:
-        return None
-    return error if isinstance(error, Exception) else None
-
-
-def _tail(path: Path) -> str:
-    """The last lines of a log, with an introduction; empty if there are none."""
-    if not path.exists():
-        return ""
-    lines = path.read_text("utf-8", "replace").splitlines()[-_LAST_LINES:]
+def _tail(orders: Orders, end: End) -> str:
+    """The last lines of a rank's log, with an introduction; empty if there are none."""
+    path = orders.logs / f"rank-{end.rank}.log"
+    lines = path.read_text("utf-8", "replace").splitlines()[-_LAST_LINES:] if path.exists() else ()
     if not lines:
         return ""
     quoted = "\n".join(f"    {line}" for line in lines)
@@ -504,17 +489,8 @@ def _tell_of_stop(ends: Sequence[End]) -> bool:
     return bool(sentence)
 
 
-def _tale(orders: Orders, ending: Ending, cause: End) -> str:
-    several = orders.most > 1
-    shown = _below(cause.stack)
-    if ending.here and not shown:
-        shown = _tail(orders.logs / f"rank-{cause.rank}.log")
-    return f"{cause.failed_first(ending.world_size, several)}.{shown}"
-
-
-def _below(stack: str) -> str:
-    """A stack, formatted to follow a sentence."""
-    return stack and f"\n{stack}"
+def _below(end: End) -> str:
+    return f"\n{end.stack}" if end.stack else ""
 
 
 def _gone(orders: Orders, ending: Ending) -> str:

@@ -111,7 +111,6 @@ def run(orders: Orders, arguments: Sequence[str], tell: Callable[[str], None]) -
     """
     with _quiet():
         meeting, place = _rendezvous(orders, tell)
-        where = _Where(meeting, orders)
         spec = WorkerSpec(
             role="rank",
             local_world_size=orders.ranks,
@@ -128,8 +127,7 @@ def run(orders: Orders, arguments: Sequence[str], tell: Callable[[str], None]) -
             max_restarts=_UNLIMITED,
             monitor_interval=1e-3,  # `_monitor_workers` waits longer
         )
-        agent = _Agent(spec, where, orders, meeting, tell)
-        return _run(agent, orders, meeting, place)
+        return _run(_Agent(spec, orders, meeting, tell), orders, meeting, place)
 
 
 def _run(agent: _Agent, orders: Orders, meeting: Rendezvous, place: str) -> Ending:
@@ -172,15 +170,14 @@ class _Agent(LocalElasticAgent):
     def __init__(
         self,
         spec: WorkerSpec,
-        where: _Where,
         orders: Orders,
         meeting: Rendezvous,
         tell: Callable[[str], None],
     ) -> None:
-        super().__init__(spec, logs_specs=where)
+        super().__init__(spec, logs_specs=_Environment(meeting, orders))
         self.ending: Ending = Ending()
         self.before: str = ""
-        self._where = where
+        self._ended: dict[int, int] = {}  # when the end of each rank was noticed, by local rank
         self._orders = orders
         self._meeting = meeting
         self._tell = tell
@@ -189,7 +186,7 @@ class _Agent(LocalElasticAgent):
         """Record how the ranks of this machine ended in the last attempt."""
         if self._pcontext is not None:
             self.ending.attempt = self._meeting.attempt
-            self.ending.world_size = self._where.world_size
+            self.ending.world_size = self._world_size
             self.ending.ends = self._ends()
 
     def end_groups(self) -> None:
@@ -224,6 +221,7 @@ class _Agent(LocalElasticAgent):
     ) -> dict[int, Any]:
         """See the base class. Ranks start with SIGINT blocked, until they can handle it (`worker`):
         during its startup, Python would print a traceback."""
+        self._ended = {}
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return super()._start_workers(worker_group)  # type: ignore[call-arg]
@@ -301,7 +299,11 @@ class _Agent(LocalElasticAgent):
         if cause is None or (silent and not cause.died):
             return f"nothing was heard from {' and '.join(silent)}"
         several = len(self._meeting.names) > 1
-        return cause.failed_first(self._where.world_size, several)
+        return cause.failed_first(self._world_size, several)
+
+    @property
+    def _world_size(self) -> int:
+        return self.get_worker_group().workers[0].world_size
 
     def _file(self, local: int, suffix: str) -> Path:
         return self._orders.folder / f"{self._meeting.attempt}-{local}{suffix}"
@@ -310,7 +312,7 @@ class _Agent(LocalElasticAgent):
         """How the ranks of this machine ended, by local rank. `so_far`: only those that ended by
         themselves, while the others are running."""
         assert isinstance(self._pcontext, SubprocessContext)
-        ended, meeting = self._where.ended, self._meeting
+        ended, meeting = self._ended, self._meeting
         ends: dict[int, End] = {}
         for local, handler in self._pcontext.subprocess_handlers.items():
             code = handler.proc.poll()
@@ -320,7 +322,7 @@ class _Agent(LocalElasticAgent):
                 continue
             end = read(
                 self._file(local, ".word"),
-                rank=self._where.numbers[local],
+                rank=self.get_worker_group().workers[local].global_rank,
                 local_rank=local,
                 pid=handler.proc.pid,
                 machine=meeting.names[meeting.index],
@@ -333,33 +335,26 @@ class _Agent(LocalElasticAgent):
         return ends
 
 
-class _Where(LogsSpecs):
-    """Log destinations for torch's agent. The agent does not redirect output, since the ranks
-    redirect it themselves (stdout and stderr of one rank to one file, which torch does not
-    support). This class also records which ranks there are, and passes them the number of the
-    attempt."""
+class _Environment(LogsSpecs):
+    """Adds to the environment of the ranks: torch's agent calls `reify` just before it starts them.
+    The agent does not redirect their output: they do so themselves (stdout and stderr of one rank
+    to one file, which torch does not support)."""
 
     def __init__(self, meeting: Rendezvous, orders: Orders) -> None:
         super().__init__()
-        self.numbers: dict[int, int] = {}
-        self.world_size: int = 0
-        self.ended: dict[int, int] = {}  # when the end of each rank was noticed
         self._meeting = meeting
         self._orders = orders
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """See the base class. Called just before the ranks are started."""
+        """See the base class."""
         _answer_warnings()  # torch does so for other signals
-        self.ended = {}
-        self.numbers = {local: int(variables["RANK"]) for local, variables in envs.items()}
-        self.world_size = int(envs[0]["WORLD_SIZE"])
         attempt = str(self._meeting.attempt)
         for variables in envs.values():
             variables[ATTEMPT] = variables["TORCHELASTIC_RESTART_COUNT"] = attempt
             variables["TORCHELASTIC_MAX_RESTARTS"] = str(self._orders.restarts)
             variables[SECRET] = self._orders.secret  # not readable by other users
         nowhere = dict.fromkeys(envs, "")
-        return LogsDest(stdouts=dict(nowhere), stderrs=dict(nowhere), error_files=dict(nowhere))
+        return LogsDest(stdouts=nowhere, stderrs=nowhere, error_files=nowhere)
 
     @property
     def root_log_dir(self) -> str:

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -63,46 +63,43 @@ class End:
         """Whether the rank completed its work."""
         return self.status == 0 and self.spoke
 
+    def raised(self, *kinds: type[AnybatchError]) -> bool:
+        """Whether the rank recorded an error of one of `kinds`."""
+        return self.what.partition(":")[0] in {kind.__name__ for kind in kinds}
+
     @property
     def is_told_by_agent(self) -> bool:
         """Whether the agent, instead of the rank, reports to the user why the rank ended: the rank
         reported nothing, or only that another rank is lost; or it was stopped, and only the agent
         knows whether all ranks are restarted."""
-        kinds = (f"{PeerLost.__name__}:", f"{Stopped.__name__}:")
-        return not self.spoke or self.what.startswith(kinds)
+        return not self.spoke or self.raised(PeerLost, Stopped)
 
     @property
     def was_stopped(self) -> str:
         """The message of a rank that stopped as requested; empty for any other rank."""
-        kind, _, sentence = self.what.partition(": ")
-        return sentence if self.spoke and kind == Stopped.__name__ else ""
+        return self.what.partition(": ")[2] if self.spoke and self.raised(Stopped) else ""
 
     @property
     def sentence(self) -> str:
         """What happened, without a full stop and without the `stack`."""
-        return self._parted[0].rstrip(".")
+        first = self.what.partition("\n")[0]
+        return (first if self.raised(Stuck, PeerLost) else self.what).rstrip(".")
 
     @property
     def stack(self) -> str:
         """Stack of the rank at fault at the point where it hung, on separate lines; empty if none
         did."""
-        return self._parted[1].rstrip()
-
-    @property
-    def _parted(self) -> tuple[str, str]:
-        hung = self.what.startswith((f"{Stuck.__name__}:", f"{PeerLost.__name__}:"))
-        sentence, _, stack = self.what.partition("\n")
-        return (sentence, stack) if hung else (self.what, "")
+        return self.what.partition("\n")[2].rstrip() if self.raised(Stuck, PeerLost) else ""
 
     @property
     def follows(self) -> bool:
         """Whether the rank ended because another rank reported a failure."""
-        return self.spoke and self.what.startswith(f"{PeerFailed.__name__}:")
+        return self.spoke and self.raised(PeerFailed)
 
     @property
     def has_lost_a_peer(self) -> bool:
         """Whether the rank ended because another rank did not respond."""
-        return self.what.startswith(f"{PeerLost.__name__}:")
+        return self.raised(PeerLost)
 
     @property
     def died(self) -> bool:
@@ -147,7 +144,7 @@ class Failure:
     """The first failure of this rank."""
 
     when: int  # nanoseconds of the monotonic clock
-    mended_by_restart: bool
+    mended: bool  # whether a restart can fix it
     what: str  # empty if it was not an error
 
 
@@ -195,13 +192,7 @@ def forget() -> None:
 
 def write_word(path: Path, status: int, failure: Failure) -> None:
     """Write the exit record of a rank, from which `read` creates its `End`."""
-    word = {
-        "status": status,
-        "when": failure.when,
-        "mended": failure.mended_by_restart,
-        "what": failure.what,
-    }
-    write_whole(path, json.dumps(word).encode())
+    write_whole(path, json.dumps({"status": status, **asdict(failure)}).encode())
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -20,7 +20,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypeAlias
-from urllib.parse import urlsplit
 
 from anybatch.errors import InputError, LaunchError
 from anybatch.launch import exits
@@ -32,10 +31,9 @@ from anybatch.launch.network import (
     joined,
     literal,
     meet,
-    parse_address,
 )
 from anybatch.process.early_stop_signal import MARK
-from anybatch.process.threads import num_cores
+from anybatch.process.threads import num_cores, torch_threads
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -103,7 +101,7 @@ def find(environment: Mapping[str, str] | None = None) -> Membership | None:
     Raises:
         InputError: variables are missing or contradict each other.
     """
-    variables = _Variables(os.environ if environment is None else environment)
+    variables = os.environ if environment is None else environment
     distributed = sys.modules.get("torch.distributed")
     if distributed and distributed.is_available() and distributed.is_initialized():
         return _from_group(variables, distributed.get_rank(), distributed.get_world_size())
@@ -112,22 +110,16 @@ def find(environment: Mapping[str, str] | None = None) -> Membership | None:
 
 @contextmanager
 def join(
-    membership: Membership,
-    device_type: DeviceType,
-    *,
-    rendezvous: str | None = None,
-    timeout_seconds: float,
+    membership: Membership, device_type: DeviceType, *, timeout_seconds: float
 ) -> Iterator[None]:
     """Create the process group of the ranks for the duration of a `with` block: gloo, and also NCCL
-    for CUDA. An existing group is left unchanged. Every rank has to call this.
+    for CUDA. The ranks meet at the address that their launcher provides. An existing group, which a
+    script has created in its own way, is left unchanged. Every rank has to call this.
 
     Args:
         membership: membership of this process.
         device_type: where the ranks compute. With CUDA, each uses the visible device whose index is
             its local rank.
-        rendezvous: where the ranks meet: `env://`, `tcp://HOST:PORT` (a port of rank 0's machine)
-            or `file:///PATH` (on a disk that all ranks see, a new name for each run). Default: the
-            address that the launcher provides.
         timeout_seconds: time limit for all ranks to arrive and connect.
 
     Raises:
@@ -147,9 +139,10 @@ def join(
         if device_type == "cuda":
             _take_device(membership)
         else:
-            stack.enter_context(_threads(membership))
+            own_cores = max(1, num_cores() // membership.local_world_size)
+            stack.enter_context(torch_threads(own_cores))
         try:
-            store, place, host, serves = _store(membership, rendezvous, deadline)
+            store, place, host, serves = _store(membership, deadline)
             stack.enter_context(_interface(membership, host))
             _connect(membership, device_type, store, place, deadline)
         except BaseException as error:
@@ -181,34 +174,29 @@ def store_of_group() -> Store | None:
 # --------------------------------------------------------------------------------- reading variables
 
 
-class _Variables:
-    """Environment variables, with validation."""
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = environment
-
-    def text(self, *names: str) -> str | None:
-        """The value of the first of `names` that is set and not empty."""
-        return next((v for name in names if (v := self._environment.get(name))), None)
-
-    def number(self, name: str) -> int | None:
-        """The value as a whole number of at least 0; None if it is not set. Raises `InputError`."""
-        text = self.text(name)
-        if text is None:
-            return None
-        if not text.strip().isdecimal():
-            raise InputError(
-                f"the environment variable {name} is {text!r}: it has to be a whole number of at"
-                " least 0. Correct it, or unset it if this process is to run by itself."
-            )
-        return int(text)
+def _text(variables: Mapping[str, str], *names: str) -> str | None:
+    """The value of the first of `names` that is set and not empty."""
+    return next((value for name in names if (value := variables.get(name))), None)
 
 
-def _started(variables: _Variables) -> Membership | None:
+def _number(variables: Mapping[str, str], name: str) -> int | None:
+    """The value as a whole number of at least 0; None if it is not set. Raises `InputError`."""
+    text = variables.get(name)
+    if not text:
+        return None
+    if not text.strip().isdecimal():
+        raise InputError(
+            f"the environment variable {name} is {text!r}: it has to be a whole number of at least 0."
+            " Correct it, or unset it if this process is to run by itself."
+        )
+    return int(text)
+
+
+def _started(variables: Mapping[str, str]) -> Membership | None:
     return _from_torchrun(variables) or _from_slurm(variables) or _from_mpi(variables)
 
 
-def _from_group(variables: _Variables, rank: int, world_size: int) -> Membership:
+def _from_group(variables: Mapping[str, str], rank: int, world_size: int) -> Membership:
     """The membership in an existing group. The group does not record which ranks share a machine,
     but the variables of the launcher may."""
     try:
@@ -220,9 +208,9 @@ def _from_group(variables: _Variables, rank: int, world_size: int) -> Membership
     return Membership(rank, world_size, rank, world_size, "torch")
 
 
-def _from_torchrun(variables: _Variables) -> Membership | None:
+def _from_torchrun(variables: Mapping[str, str]) -> Membership | None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    numbers = {name: variables.number(name) for name in names}
+    numbers = {name: _number(variables, name) for name in names}
     there = [name for name in names if numbers[name] is not None]
     if not there:
         return None
@@ -234,34 +222,34 @@ def _from_torchrun(variables: _Variables) -> Membership | None:
             " start the ranks with torchrun, or set both, or unset it if this process is to run by"
             " itself."
         )
-    if there == ["RANK", "WORLD_SIZE"] and (pods := variables.text("PET_NNODES")) is not None:
+    if there == ["RANK", "WORLD_SIZE"] and (pods := _text(variables, "PET_NNODES")) is not None:
         # A pod of Kubeflow's training operator: RANK counts pods. The pod is a rank if each pod has
         # one; with more (nprocPerNode) it starts them.
         if pods != str(world_size):
             return None
         numbers |= {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    ours = variables.text(MARK) is not None
-    attempt = variables.number(ATTEMPT if ours else "TORCHELASTIC_RESTART_COUNT") or 0
+    ours = _text(variables, MARK) is not None
+    attempt = _number(variables, ATTEMPT if ours else "TORCHELASTIC_RESTART_COUNT") or 0
     local_rank, local_size = numbers["LOCAL_RANK"], numbers["LOCAL_WORLD_SIZE"]
     launcher: Launcher = "anybatch" if ours else "torchrun"
-    found = _checked(variables, rank, world_size, local_rank, local_size, launcher)
+    found = _checked(rank, world_size, local_rank, local_size, launcher)
     return replace(found, attempt=attempt)
 
 
-def _from_slurm(variables: _Variables) -> Membership | None:
+def _from_slurm(variables: Mapping[str, str]) -> Membership | None:
     # The shells of sbatch and salloc have SLURM_PROCID and SLURM_NTASKS too, but are not job steps.
-    rank = variables.number("SLURM_PROCID")
-    world_size = variables.number("SLURM_STEP_NUM_TASKS")
+    rank = _number(variables, "SLURM_PROCID")
+    world_size = _number(variables, "SLURM_STEP_NUM_TASKS")
     if rank is None or world_size is None or world_size < 2:
         return None
     local_size = None
-    tasks = variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    node = variables.number("SLURM_NODEID")
+    tasks = _text(variables, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    node = _number(variables, "SLURM_NODEID")
     if tasks is not None and node is not None:
         per_node = tasks_per_node(tasks)
         local_size = per_node[node] if node < len(per_node) else None
-    local_rank = variables.number("SLURM_LOCALID")
-    return _checked(variables, rank, world_size, local_rank, local_size, "slurm", "SLURM_PROCID")
+    local_rank = _number(variables, "SLURM_LOCALID")
+    return _checked(rank, world_size, local_rank, local_size, "slurm", "SLURM_PROCID")
 
 
 def first_host(text: str) -> str:
@@ -281,7 +269,7 @@ def tasks_per_node(text: str) -> list[int]:
     return [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
 
 
-def _from_mpi(variables: _Variables) -> Membership | None:
+def _from_mpi(variables: Mapping[str, str]) -> Membership | None:
     families = (
         (
             "OMPI_COMM_WORLD_RANK",
@@ -292,22 +280,21 @@ def _from_mpi(variables: _Variables) -> Membership | None:
         ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     )
     for names in families:
-        rank, world_size, local_rank, local_size = (variables.number(name) for name in names)
+        rank, world_size, local_rank, local_size = (_number(variables, name) for name in names)
         if rank is None and world_size is None:
             continue
         if rank is None or world_size is None:
             there, missing = names[:2] if world_size is None else names[1::-1]
             raise InputError(
-                f"the environment variable {there} is {variables.text(there)}, but {missing} is not"
+                f"the environment variable {there} is {_text(variables, there)}, but {missing} is not"
                 " set: start the ranks with mpirun, or unset it if this process is to run by itself."
             )
         if world_size > 1:
-            return _checked(variables, rank, world_size, local_rank, local_size, "mpi", names[0])
+            return _checked(rank, world_size, local_rank, local_size, "mpi", names[0])
     return None
 
 
 def _checked(
-    variables: _Variables,
     rank: int,
     world_size: int,
     local_rank: int | None,
@@ -338,60 +325,34 @@ def _checked(
 # ------------------------------------------------------------------------------- where the ranks meet
 
 
-def _store(
-    membership: Membership, rendezvous: str | None, deadline: Deadline
-) -> tuple[Store, str, str | None, bool]:
-    """The store where the ranks meet, its address in words, its host (None for a file), and whether
-    this rank serves it."""
-    from torch.distributed import FileStore, PrefixStore
+def _store(membership: Membership, deadline: Deadline) -> tuple[Store, str, str, bool]:
+    """The store where the ranks meet, its address in words, its host, and whether this rank serves
+    it."""
+    from torch.distributed import PrefixStore
 
-    variables = _Variables(os.environ)
-    url = urlsplit(rendezvous or "env://")
-    if url.scheme == "file":
-        if not url.path or url.netloc not in ("", "localhost"):
-            raise InputError(
-                f"the rendezvous is {rendezvous!r}: write file:// and the whole path of a new file,"
-                " such as file:///shared/run-1."
-            )
-        try:
-            base: Store = FileStore(url.path, membership.world_size)
-        except RuntimeError as error:
-            raise LaunchError(
-                f"the file {url.path} of the rendezvous cannot be opened: check that its folder is"
-                " there and can be written to."
-            ) from error
-        place, host, serves = url.path, None, False
-    elif url.scheme in ("env", "tcp"):
-        agent_serves = False
-        if url.scheme == "tcp":
-            host, port = parse_address(url.netloc, "the address of the rendezvous")
-        else:
-            host, port = _address(membership, variables, explicit=rendezvous is not None)
-            # torchrun's agent serves the store itself, at the address that it provides.
-            agent_serves = variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        serves = membership.rank == 0 and not agent_serves
-        place = joined(host, port)
-        if _on_one_machine(membership, variables) and not agent_serves:
-            host = LOOPBACK
-        # A rank that rejoins may be faster than the serving rank, so the store of rank 0 is kept.
-        role = "host" if serves else "guest"
-        base = _served.get((host, port)) or meet(host, port, role, deadline, listen=literal(host))
-        if serves and port:
-            _served[host, port] = base
-    else:
-        raise InputError(
-            f"the rendezvous is {rendezvous!r}: it has to begin with env://, tcp:// or file://."
-        )
+    host, port = _address(membership)
+    place = joined(host, port)
+    # torchrun's agent serves the store itself, at the address that it provides.
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = membership.rank == 0 and not agent_serves
+    if _on_one_machine(membership) and not agent_serves:
+        host = LOOPBACK
+    # A rank that rejoins may be faster than the serving rank, so the store of rank 0 is kept.
+    role = "host" if serves else "guest"
+    base = _served.get((host, port)) or meet(host, port, role, deadline, listen=literal(host))
+    if serves and port:
+        _served[host, port] = base
     store = PrefixStore(f"anybatch/{membership.attempt}/{_num_joins}", base)
     gather_at(store, place, membership.world_size, deadline)
     return store, place, host, serves
 
 
-def _on_one_machine(membership: Membership, variables: _Variables) -> bool:
+def _on_one_machine(membership: Membership) -> bool:
     """Whether all ranks are on this machine, according to their launcher."""
     if membership.world_size == 1:
         return True
-    said = variables.text(
+    said = _text(
+        os.environ,
         "LOCAL_WORLD_SIZE",
         "SLURM_STEP_TASKS_PER_NODE",
         "SLURM_TASKS_PER_NODE",
@@ -401,9 +362,10 @@ def _on_one_machine(membership: Membership, variables: _Variables) -> bool:
     return said is not None and membership.local_world_size == membership.world_size
 
 
-def _address(membership: Membership, variables: _Variables, explicit: bool) -> tuple[str, int]:
+def _address(membership: Membership) -> tuple[str, int]:
     """The address of rank 0, from the environment."""
-    host, port = variables.text("MASTER_ADDR"), variables.number("MASTER_PORT")
+    variables = os.environ
+    host, port = _text(variables, "MASTER_ADDR"), _number(variables, "MASTER_PORT")
     if host is not None and port is not None:
         if not 0 < port < 1 << 16:
             raise InputError(
@@ -411,15 +373,16 @@ def _address(membership: Membership, variables: _Variables, explicit: bool) -> t
             )
         return host, port
     alone = membership.local_world_size == membership.world_size
-    if membership.launcher == "slurm" and not explicit:
-        step = variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    if membership.launcher == "slurm":
+        step = _text(variables, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
         if host is None and step is not None:
             host = LOOPBACK if alone else first_host(step)
-        key = f"{variables.text('SLURM_JOB_ID', 'SLURM_JOBID')}.{variables.text('SLURM_STEP_ID')}"
-    elif membership.launcher == "mpi" and not explicit:
+        job = _text(variables, "SLURM_JOB_ID", "SLURM_JOBID")
+        key = f"{job}.{_text(variables, 'SLURM_STEP_ID')}"
+    elif membership.launcher == "mpi":
         if host is None and alone:
             host = LOOPBACK
-        key = variables.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") or str(os.getppid())
+        key = _text(variables, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") or str(os.getppid())
     elif membership.world_size == 1:
         return LOOPBACK, 0
     else:
@@ -477,16 +440,14 @@ def _leave(device_type: DeviceType, failed: bool) -> None:
 
     if not distributed.is_initialized():
         return  # the script has already destroyed it
-    if not failed:
-        distributed.destroy_process_group()
-        return
     try:
-        if device_type == "cuda":
+        if failed and device_type == "cuda":
             distributed.distributed_c10d._abort_process_group()
         else:
             distributed.destroy_process_group()
     except RuntimeError:
-        return  # the earlier failure is the one to report
+        if not failed:  # otherwise the earlier failure is the one to report
+            raise
 
 
 def _say_farewell(store: Store, membership: Membership, serves: bool) -> None:
@@ -518,33 +479,12 @@ def _take_device(membership: Membership) -> None:
 
 
 @contextmanager
-def _threads(membership: Membership) -> Iterator[None]:
-    """Set the number of intra-op threads to this rank's share of the cores, unless the user has set
-    it."""
-    import torch
-
-    if "OMP_NUM_THREADS" in os.environ:
-        yield
-        return
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, num_cores() // membership.local_world_size))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def _interface(membership: Membership, host: str | None) -> Iterator[None]:
+def _interface(membership: Membership, host: str) -> Iterator[None]:
     """Select the network interface for the backends: the one that leads to the place where the
     ranks met, or the loopback on one machine, so that their ports cannot be reached from outside.
     By default they use the interface that the machine's own name resolves to, which on many
     machines leads nowhere."""
-    if _on_one_machine(membership, _Variables(os.environ)) or (
-        host is None and membership.local_world_size == membership.world_size
-    ):
-        host = LOOPBACK
-    name = interface_to(host, 1) if host else None
+    name = interface_to(LOOPBACK if _on_one_machine(membership) else host, 1)
     values = {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
     ours = {key: value for key, value in values.items() if key not in os.environ}
     os.environ.update(ours)

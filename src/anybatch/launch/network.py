@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -172,17 +173,12 @@ def meet(
     """
     from torch.distributed import DistError, TCPStore
 
-    if role == "first":
-        role = "host" if is_here(host) and is_free(port) else "guest"
-        last_resort = role == "host"  # another process may take the port first
-    else:
-        last_resort = False
     wait = timedelta(seconds=max(1.0, deadline.left))
-    if role == "host":
+    if role == "host" or (role == "first" and is_here(host) and is_free(port)):
         try:
             return _serve(host, port, listen, wait)
         except (DistError, OSError) as error:
-            if not last_resort:
+            if role == "host":  # otherwise another process has taken the port meanwhile
                 raise LaunchError(
                     f"the ranks cannot meet at {joined(host, port)}: the port is in use. Choose"
                     " another one (MASTER_PORT, or the port of the rendezvous), or end what listens"
@@ -192,14 +188,16 @@ def meet(
     # A store answers as soon as it listens. torch keeps asking anything else until its timeout.
     answer = Deadline(min(max(1.0, deadline.left), _ANSWER_SECONDS))
     limit = timedelta(seconds=answer.seconds)
-    try:
+    store = None
+    with suppress(DistError):
         store = answer.within(
             lambda: TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
         )
-    except DistError as error:
-        raise LaunchError(_not_a_store(host, port, answer)) from error
     if store is None:
-        raise LaunchError(_not_a_store(host, port, answer))
+        raise LaunchError(
+            f"what listens at {joined(host, port)} did not answer as ranks do within"
+            f" {answer.seconds:g} s: the port belongs to another program, so choose another one."
+        )
     store.set_timeout(wait)
     return store
 
@@ -240,8 +238,7 @@ def gather_at(store: Store, place: str, world_size: int, deadline: Deadline) -> 
     if number > world_size:
         raise LaunchError(
             f"rank number {number} has come to {place}, where {world_size} were expected: another run"
-            " uses the same address (give each its own), or it is a file that an earlier run left"
-            " behind (delete it)."
+            " uses the same address, so give each its own."
         )
     if number == world_size:
         store.set("complete", "1")
@@ -290,10 +287,3 @@ def is_free(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def _not_a_store(host: str, port: int, deadline: Deadline) -> str:
-    return (
-        f"what listens at {joined(host, port)} did not answer as ranks do within"
-        f" {deadline.seconds:g} s: the port belongs to another program, so choose another one."
-    )

@@ -116,7 +116,6 @@ class Rendezvous(RendezvousHandler):
         self._join_seconds = join_seconds
         self._patience = patience
         self._meeting: Store | None = None  # the namespace of the attempt
-        self._why: Why | None = None
         self._looked = 0.0
         self._left = False
 
@@ -134,7 +133,6 @@ class Rendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See the base class. Also raises `Lost`."""
-        self._why = None
         machines = self._machines
         if machines is None:
             self.attempt += 1
@@ -204,10 +202,7 @@ class Rendezvous(RendezvousHandler):
     def end(self, why: Why) -> Why:
         """End the attempt. Returns the reason of the first machine that ended it. Raises `Lost`."""
         meeting = self._meeting
-        if meeting is None:
-            self._why = self._why or why
-            return self._why
-        return self._ask(lambda: self._end(meeting, why))
+        return why if meeting is None else self._ask(lambda: self._end(meeting, why))
 
     def tell(self, end: End | None) -> None:
         """Report the first failed end of a rank of this machine, if any, to the other machines.

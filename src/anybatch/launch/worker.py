@@ -20,8 +20,8 @@ import runpy
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -104,35 +104,37 @@ def _loaded(payload: Path, path: Path) -> Callable[[], None]:
     import cloudpickle
 
     prepare(partial(_write_failure, path))
-    try:
+    with _failures_written(path):
         import_path, home, data = cloudpickle.loads(payload.read_bytes())
         sys.path[:] = import_path
         if home.startswith("anybatch."):  # before the user's code in the data
             with libraries.loading():
                 import_module(home)
         function, args = cloudpickle.loads(data)
-    except BaseException as error:
-        _write_failure(path, error)
-        sys.exit(1)
     return partial(_call, partial(function, *args), path)
 
 
 def _call(function: Callable[[], Any], path: Path) -> None:
     import cloudpickle
 
-    try:
+    with _failures_written(path):
         result = function()
+        try:
+            packed = cloudpickle.dumps(result)
+        except Exception as error:
+            error.add_note(f"the return value, a {type(result).__qualname__}, cannot be pickled")
+            raise
+    write_whole(path.with_suffix(".result"), packed)
+    write_word(path.with_suffix(".word"), 0, exits.note())
+
+
+@contextmanager
+def _failures_written(path: Path) -> Iterator[None]:
+    try:
+        yield
     except BaseException as error:
         _write_failure(path, error)
         sys.exit(1)
-    try:
-        packed = cloudpickle.dumps(result)
-    except Exception as error:
-        error.add_note(f"the return value, a {type(result).__qualname__}, cannot be pickled")
-        _write_failure(path, error)
-        sys.exit(1)
-    write_whole(path.with_suffix(".result"), packed)
-    write_word(path.with_suffix(".word"), 0, exits.note())
 
 
 def _write_failure(path: Path, error: BaseException) -> None:
@@ -144,11 +146,7 @@ def _write_failure(path: Path, error: BaseException) -> None:
     except Exception:
         packed = None
     what = f"{name_of(error)}: {error}"
-    failure: dict[str, Any] = {
-        "what": what,
-        "traceback": "".join(traceback.format_exception(error)),
-        "error": packed,
-    }
+    failure = (packed, what, "".join(traceback.format_exception(error)))
     write_whole(path.with_suffix(".failure"), cloudpickle.dumps(failure))
     # The error caught here may have been caused by another one, noted before.
     write_word(path.with_suffix(".word"), 1, replace(noted, what=what))

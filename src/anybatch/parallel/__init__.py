@@ -10,4 +10,5 @@ from anybatch.parallel.link import measured_link as measured_link
 from anybatch.parallel.norms import PassAbandoned as PassAbandoned
 from anybatch.parallel.replicate import Replicate as Replicate
 from anybatch.parallel.vote import exchange as exchange
+from anybatch.parallel.vote import from_rank_0 as from_rank_0
 from anybatch.parallel.vote import leads as leads

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anybatch.compute import Replica
-from anybatch.errors import PeerLost
+from anybatch.errors import InputError, PeerFailed, PeerLost
 from anybatch.oom import is_memory_error
 from anybatch.parallel.buffers import Buffers, Held
 from anybatch.parallel.collectives import gather_objects, overwrite
+from anybatch.parallel.failures import RankReport
 from anybatch.parallel.group import NUM_FIXED, Agreed, Group, Wish
 
 T = TypeVar("T")
@@ -169,6 +170,33 @@ def exchange(value: T) -> list[T]:
         return [value]
     with calling("while the ranks told each other what happened"):
         return gather_objects(value)
+
+
+def from_rank_0(work: Callable[[], T], group: Group | None = None) -> T:
+    """Call `work` on rank 0 alone, and return its result on every rank of `group` (None: of the default
+    group, if there is one).
+
+    Raises the error of `work` on rank 0; on the others, an equal `InputError`, or `PeerFailed` for an
+    error of any other type. Raises `PeerLost` if a rank is gone.
+    """
+    result: Any = None
+    wrong: Exception | None = None
+    if leads() if group is None else group.rank == 0:
+        try:
+            result = work()
+        except Exception as error:
+            wrong = error
+    report = None if wrong is None else RankReport.of(wrong)
+    sentence = str(wrong) if isinstance(wrong, InputError) else ""
+    told = (result, report, sentence)
+    result, report, sentence = (exchange(told) if group is None else group.exchange(told))[0]
+    if wrong is not None:
+        raise wrong
+    if sentence:
+        raise InputError(sentence)
+    if report is not None:
+        raise PeerFailed(f"rank 0 failed with {report.error}", report.exit_status)
+    return result
 
 
 @contextlib.contextmanager

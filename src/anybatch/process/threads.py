@@ -100,6 +100,22 @@ def num_cores() -> int:
     return own if quota is None else max(1, min(own, int(quota)))
 
 
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Set the number of torch's intra-op threads within the block, unless `OMP_NUM_THREADS` is set."""
+    import torch
+
+    if "OMP_NUM_THREADS" in os.environ:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class Stopwatch:
     """Measures how much of the time since its creation the calling thread did not compute: for lack
     of a core, if it had nothing to wait for.

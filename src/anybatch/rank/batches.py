@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,13 +87,6 @@ class Batches:
             most=size * self._longest,
             endless=self._endless if data is task.valid else None,
         )
-        numbers: deque[int] = deque()  # queued, since batches are copied ahead of time
-
-        def plain() -> Iterator[Any]:
-            for batch, num_samples in batches:
-                numbers.append(num_samples)
-                yield batch
-
-        for batch in on_device(plain(), self._device):
+        for batch, num_samples in on_device(batches, self._device):
             self._pulse.beat()
-            yield batch, numbers.popleft()
+            yield batch, num_samples

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from anybatch.engine import Meter, Skips, uncounted
 from anybatch.errors import InputError
@@ -17,10 +18,12 @@ from anybatch.rank.record import Position
 from anybatch.state import Checkpoints, Failed, TrainingState
 
 
+@final
+@dataclass(eq=False, slots=True)
 class CheckpointManager:
     """Saves the state of a rank and loads it. All ranks make the same calls at the same time.
 
-    Args:
+    Attributes:
         checkpoints: storage of the checkpoints; closed by `close`.
         state: training state.
         position: training progress, saved with the state and restored with it.
@@ -30,43 +33,30 @@ class CheckpointManager:
         stages: whether there is memory for a copy of the state, so that training continues while the
             copy is written.
         sink: receives the events.
-
-    Attributes:
         has_failed: whether the last completed checkpoint could not be written. Valid on rank 0 only.
     """
 
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        state: TrainingState,
-        position: Position,
-        skips: Skips | None,
-        group: Group,
-        meter: Meter,
-        stages: bool,
-        sink: Sink,
-    ) -> None:
-        self._checkpoints = checkpoints
-        self._state = state
-        self._position = position
-        self._skips = skips
-        self._group = group
-        self._meter = meter
-        self._stages = stages
-        self._sink = sink
-        self.has_failed: bool = False
+    checkpoints: Checkpoints
+    state: TrainingState
+    position: Position
+    skips: Skips | None
+    group: Group
+    meter: Meter
+    stages: bool
+    sink: Sink
+    has_failed: bool = False
 
     def save(self, facts: dict[str, Any], score: float | None, at_once: bool) -> None:
         """Start to save a checkpoint, with additional `facts`; a lower `score` is better. The outcome
         is reported by `tell`, or immediately if the state cannot be saved."""
-        at = self._position
+        at = self.position
         try:
-            content = self._state.content(
+            content = self.state.content(
                 {
                     "step": at.step,
                     "samples_seen": at.samples_seen,
                     "epoch": at.epoch,
-                    "num_skipped": self._skips.num_samples if self._skips else 0,
+                    "num_skipped": self.skips.num_samples if self.skips else 0,
                     **facts,
                 }
             )
@@ -74,20 +64,18 @@ class CheckpointManager:
             self._tell_failure(at.step, str(error))
             return
         with self._uncounted():
-            self._checkpoints.save(
-                content, at.step, score=score, stage=self._stages and not at_once
-            )
+            self.checkpoints.save(content, at.step, score=score, stage=self.stages and not at_once)
 
     def tell(self, wait: bool) -> None:
         """Report the outcomes of checkpoints since the last call. `wait`: wait for pending ones."""
         if wait:
-            self._checkpoints.wait()
-        for outcome in self._checkpoints.finished():
+            self.checkpoints.wait()
+        for outcome in self.checkpoints.finished():
             if isinstance(outcome, Failed):
                 self._tell_failure(outcome.step, outcome.reason)
                 continue
             self.has_failed = False
-            self._sink(
+            self.sink(
                 CheckpointSaved(
                     time=time.time(),
                     step=outcome.step,
@@ -100,22 +88,22 @@ class CheckpointManager:
 
     def _tell_failure(self, step: int, reason: str) -> None:
         self.has_failed = True
-        self._sink(CheckpointFailed(time=time.time(), step=step, reason=reason))
+        self.sink(CheckpointFailed(time=time.time(), step=step, reason=reason))
 
     def resume(self) -> Resumed | None:
         """See `Session.resume`."""
         with self._uncounted():
-            found = self._checkpoints.newest()
+            found = self.checkpoints.newest()
         if found is None:
             return None
         # The optimizer state persists, so its memory is counted.
-        tensors = together(self._group, lambda: self._state.destinations(found))
+        tensors = together(self.group, lambda: self.state.destinations(found))
         with self._uncounted():
-            self._checkpoints.load(found, tensors)
-        facts, at = self._state.restored(found), self._position
+            self.checkpoints.load(found, tensors)
+        facts, at = self.state.restored(found), self.position
         at.step, at.samples_seen, at.epoch = facts.step, facts.samples_seen, facts.epoch
-        if self._skips is not None:
-            self._skips.num_samples = facts.num_skipped
+        if self.skips is not None:
+            self.skips.num_samples = facts.num_skipped
         return Resumed(
             time=time.time(),
             step=facts.step,
@@ -127,25 +115,25 @@ class CheckpointManager:
     def take_weights(self, step: int | None) -> Path:
         """See `Session.take_checkpoint`."""
         with self._uncounted():
-            found = self._checkpoints.newest(step, only="weights/", touches=False)
+            found = self.checkpoints.newest(step, only="weights/", touches=False)
         if found is None:
             raise InputError(
                 "the run has no checkpoint: there are no weights to take before it has saved one, or"
                 " has ended."
             )
-        tensors = together(self._group, lambda: self._state.weights_in(found))
+        tensors = together(self.group, lambda: self.state.weights_in(found))
         with self._uncounted():
-            self._checkpoints.load(found, tensors)
-        facts, at = self._state.filled(found), self._position
-        self._group.restored()
+            self.checkpoints.load(found, tensors)
+        facts, at = self.state.filled(found), self.position
+        self.group.restored()
         at.step, at.epoch = facts.step, facts.epoch
         return found.folder
 
     def close(self) -> None:
-        """Complete or abandon pending checkpoints."""
-        self._checkpoints.close()
+        """Complete pending checkpoints."""
+        self.checkpoints.close()
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
-        with uncounted(), self._meter.aside():
+        with uncounted(), self.meter.aside():
             yield

@@ -37,9 +37,6 @@ class Pace:
             self._sink(
                 Straggler(time=time.time(), step=step, rank=rank, seconds=mine, others=others)
             )
-        return self._rebalance(step, extent, seconds)
-
-    def _rebalance(self, step: int, extent: Extent, seconds: Sequence[float]) -> bool:
         if self._balance is None:
             return False
         before = tuple(self._group.shares)

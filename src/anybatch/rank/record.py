@@ -14,7 +14,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import TypeVar
 
@@ -34,6 +35,8 @@ from anybatch.plans import Plan
 from anybatch.rank.checks import versions
 
 _T = TypeVar("_T")
+
+_latest = partial(deque, maxlen=1000)
 
 _METER_SECONDS = 0.5  # reading the kernel's statistics takes longer than a small step
 
@@ -60,10 +63,11 @@ class Position:
         self.epoch = data.next_epoch
 
 
+@dataclass(eq=False, slots=True)
 class Record:
     """The record of a run on one rank.
 
-    Args:
+    Attributes:
         name: name of the task.
         steps: steps of the run.
         position: training progress.
@@ -72,27 +76,20 @@ class Record:
         skips: skipped bad samples, if any.
     """
 
-    def __init__(
-        self,
-        name: str,
-        steps: Steps,
-        position: Position,
-        group: Group,
-        meter: Meter,
-        skips: Skips | None,
-    ) -> None:
-        self._name = name
-        self._steps = steps
-        self._position = position
-        self._group = group
-        self._meter = meter
-        self._skips = skips
-        self._steps_of_late: deque[tuple[float, float, float]] = deque(maxlen=1000)
-        self._parts_of_late: deque[Mapping[str, float]] = deque(maxlen=1000)
-        self._seconds = 0.0
-        self._num_samples = 0
-        self._memory = 0
-        self._memory_read = 0.0
+    name: str
+    steps: Steps
+    position: Position
+    group: Group
+    meter: Meter
+    skips: Skips | None
+    _steps_of_late: deque[tuple[float, float, float]] = field(
+        default_factory=lambda: deque(maxlen=1000)
+    )
+    _parts_of_late: deque[Mapping[str, float]] = field(default_factory=_latest)
+    _seconds: float = 0.0
+    _num_samples: int = 0
+    _memory: int = 0
+    _memory_read: float = 0.0
 
     def took(self, seconds: float, waited: float, idle: float, num_samples: int) -> None:
         """Record a step of `num_samples` samples that took `seconds`, of which it `waited` for the
@@ -109,20 +106,20 @@ class Record:
         """The peak memory so far, refreshed at most every `_METER_SECONDS`."""
         now = time.perf_counter()
         if now - self._memory_read > _METER_SECONDS:
-            self._memory, self._memory_read = self._meter.peak_bytes(), now
+            self._memory, self._memory_read = self.meter.peak_bytes(), now
         return self._memory
 
     def started(self, plan: Plan) -> RunStarted:
         """The event that opens a run under `plan`."""
         return RunStarted(
             time=time.time(),
-            task=self._name,
+            task=self.name,
             device=plan.device_name or plan.device,
-            num_samples=self._steps.num_samples,
-            total_steps=self._steps.total_steps,
+            num_samples=self.steps.num_samples,
+            total_steps=self.steps.total_steps,
             plan=plan.model_dump(mode="json"),
             versions=versions(),
-            total_samples=self._steps.total_samples,
+            total_samples=self.steps.total_samples,
             notices=(*plan.notices, *plan.exchange.notices()),
         )
 
@@ -137,13 +134,13 @@ class Record:
         times = zip(*steps, strict=True) if steps else ((0.0,),) * 3
         taken, computed, idle = map(median, times)
         parts = _typical(_without_first(self._parts_of_late))
-        mine = self._meter.totals()
-        every = self._group.exchange(mine) if finished else [mine]
+        mine = self.meter.totals()
+        every = self.group.exchange(mine) if finished else [mine]
         peaks = [totals["total"] for totals in every]
         return RunEnded(
             time=time.time(),
-            steps=self._position.step,
-            samples_seen=self._position.samples_seen,
+            steps=self.position.step,
+            samples_seen=self.position.samples_seen,
             seconds=seconds,
             step_seconds=taken or None,
             predicted_peak_bytes=told.peak_bytes if told else None,
@@ -153,7 +150,7 @@ class Record:
             finished=finished,
             reason=reason,
             rank_peak_bytes=tuple(peaks) if len(peaks) > 1 else (),
-            num_skipped=self._skips.num_samples if self._skips else 0,
+            num_skipped=self.skips.num_samples if self.skips else 0,
             predicted_totals=told.totals if told else {},
             measured_totals=max(every, key=lambda totals: totals["total"]),
             data_seconds=taken - computed,

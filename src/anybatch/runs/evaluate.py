@@ -25,7 +25,7 @@ from anybatch.estimate import Subject, few_collections, subject_of
 from anybatch.events import Sink
 from anybatch.launch import call, find
 from anybatch.machine import Device, Machine
-from anybatch.parallel import leads
+from anybatch.parallel import from_rank_0, leads
 from anybatch.planner import Layout, layouts_of, make_evaluation_plan
 from anybatch.plans import Plan, Precision, parse_open_precision
 from anybatch.report import EventLog, PastRun, follow, read_run
@@ -33,7 +33,7 @@ from anybatch.report.folder import EVENTS_FILE
 from anybatch.report.sentences import format_scores
 from anybatch.runs.planning import (
     are_several,
-    by_rank_0,
+    check_started,
     checked_ranks,
     default_ranks,
     devices_of,
@@ -141,11 +141,7 @@ def evaluate(
             f"device is {device!r}, which is for one rank, but this process is one of {here.world_size}"
             " that were started already: leave device out."
         )
-    if here is not None and ranks is not None and here.world_size != ranks:
-        raise InputError(
-            f"ranks is {ranks}, but this process is one of {here.world_size} that were started already:"
-            " leave ranks out."
-        )
+    check_started(ranks)
     with joined():
         return job.run_here(sinks)
 
@@ -287,7 +283,7 @@ class _Job:
         # With the same number of threads as in the run, so that the prediction matches it.
         alone = task.grains is not None and devices[0].kind == "cpu"
         with one_thread() if alone else contextlib.nullcontext():
-            return by_rank_0(make) if several else make()
+            return from_rank_0(make) if several else make()
 
     def _check_model(self, subject: Subject) -> None:
         """Raises `InputError` if the task's model differs from that of the run in its number of

@@ -127,7 +127,8 @@ def export(
     the target exists; or it cannot be written.
     """
     checked_step(step)
-    _check_dtype(dtype)
+    if dtype is not None and dtype not in _DTYPES:
+        raise InputError(f"dtype is {dtype!r}: give {listed(_DTYPES, str(dtype))}.")
     found = read_run(run)
     form, target = _target(found, out, format, step)
     _check_free(found, target, form, force)
@@ -206,6 +207,7 @@ class _Job:
         number of tensors in the folder."""
         run = self.run
         adapters, kept = run.folder / ADAPTERS, run.folder / PRETRAINED
+        copy = partial(shutil.copytree, dirs_exist_ok=True)
         write_rest: Callable[[Path], object]  # everything but the weights; adapters with theirs
         if self.merge:
             taken = self.taken()
@@ -214,10 +216,10 @@ class _Job:
             write_rest, state = partial(write_beside, model), model.state_dict()
         elif self.step is None and run.has_final_weights and adapters.is_dir():
             taken = _Taken({}, run.step, adapters)
-            write_rest, state = partial(_copy, adapters), None
+            write_rest, state = partial(copy, adapters), None
         elif is_kept(kept):
             taken = self.taken()
-            write_rest, state = partial(_copy, kept), taken.state
+            write_rest, state = partial(copy, kept), taken.state
         elif has_adapters(self.build()):
             taken = self.taken()
             write_rest, state = partial(save_adapters, self._with_weights(taken)), None
@@ -294,7 +296,8 @@ def _target(
 def _check_free(run: PastRun, target: Path, form: Format, force: bool) -> None:
     """Raises `InputError` if `target` exists and must not be replaced."""
     is_folder = form == "huggingface"
-    if not os.path.lexists(target) or (is_folder and _is_empty(target)):
+    is_empty = target.is_dir() and not any(target.iterdir())
+    if not os.path.lexists(target) or (is_folder and is_empty):
         return
     if target.resolve().is_relative_to(run.folder.resolve()):
         raise InputError(
@@ -315,10 +318,6 @@ def _check_free(run: PastRun, target: Path, form: Format, force: bool) -> None:
         )
 
 
-def _copy(source: Path, folder: Path) -> None:
-    shutil.copytree(source, folder, dirs_exist_ok=True)
-
-
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -327,15 +326,6 @@ def _make_folder(folder: Path) -> None:
         raise InputError(
             f"the folder {folder} for the weights cannot be made: {reason}; name another."
         ) from None
-
-
-def _is_empty(target: Path) -> bool:
-    return target.is_dir() and not any(target.iterdir())
-
-
-def _check_dtype(dtype: str | None) -> None:
-    if dtype is not None and dtype not in _DTYPES:
-        raise InputError(f"dtype is {dtype!r}: give {listed(_DTYPES, str(dtype))}.")
 
 
 def _num_tensors(state: Mapping[str, Any]) -> int:

@@ -6,7 +6,7 @@ each describes its device to the others, and rank 0 makes the plan for all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -19,13 +19,12 @@ from anybatch.batch_rule import rule_text
 from anybatch.compute.determinism import one_thread
 from anybatch.compute.precision import check_available, precision_notices
 from anybatch.data import is_map_style, largest_batch, num_samples_of
-from anybatch.errors import InputError, NoPlanFits, PeerFailed
+from anybatch.errors import InputError, NoPlanFits
 from anybatch.estimate import Subject, allocator_notices, few_collections, subject_of
 from anybatch.launch import find
 from anybatch.machine import Device, Machine
 from anybatch.parallel import exchange as tell
-from anybatch.parallel import measured_link
-from anybatch.parallel.failures import RankReport
+from anybatch.parallel import from_rank_0, measured_link
 from anybatch.planner import (
     Remembered,
     Wishes,
@@ -177,128 +176,114 @@ def plan(
         compile=compile,
         rehearsal=rehearsal,
     )
+    if balance is None and exchange is not None and exchange.every > 1:
+        # Ranks that take local steps do not communicate their times.
+        options = replace(options, balance="fixed")
+    _check(task, ranks, options)
+    if machine is None and parallel != "single":
+        check_started(ranks)
     return _Planning(task, machine, ranks, options, frontier, watch).plan()
 
 
+@dataclass(eq=False)
 class _Planning:
     """State of one call of `plan`; see `plan` for the arguments."""
 
-    def __init__(
-        self,
-        task: Task,
-        machine: Machine | None,
-        ranks: int | None,
-        options: PlanOptions,
-        frontier: bool,
-        watch: Callable[[str], None] | None,
-    ) -> None:
-        exchange = options.exchange
-        if options.balance is None and exchange is not None and exchange.every > 1:
-            # Ranks that take local steps do not communicate their times.
-            options = replace(options, balance="fixed")
-        _check(task, ranks, options)
-        self._by_itself = machine is not None or options.parallel == "single"
-        if not self._by_itself:
-            check_started(ranks)
-        self._task = task
-        self._machine = machine
-        self._ranks = ranks
-        self._options = options
-        self._frontier = frontier
-        self._watch = watch
-        self._limited = options.memory is not None or (machine is not None and machine.is_limited)
-        self._remembered: Remembered | None = None  # on the rank that makes the plan
+    task: Task
+    machine: Machine | None
+    ranks: int | None
+    options: PlanOptions
+    frontier: bool
+    watch: Callable[[str], None] | None
+    remembered: Remembered | None = None  # on the rank that makes the plan
 
     def plan(self) -> Plan:
         """Returns the plan, rehearsed if possible. All ranks must call it."""
-        task, options = self._task, self._options
-        is_here = self._machine is None
-        with nullcontext() if self._by_itself else joined():
+        task, options = self.task, self.options
+        is_here = self.machine is None
+        with joined() if is_here and options.parallel != "single" else nullcontext():
             self._together = is_here and are_several()
             self._devices = self._found_devices()
             self._link = None
             if self._together and options.parallel != "single":
-                self._link = _measured_link(self._watch, held=options.memory is not None)
+                self._link = _measured_link(self.watch, held=options.memory is not None)
             # With the same number of threads as in the run, so that the prediction matches it.
             on_cpu = any(device.kind == "cpu" for device in self._devices)
             with one_thread() if task.grains is not None and on_cpu else nullcontext():
                 made = self._made()
                 if is_here and _is_rehearsed(task, made, options.rehearsal):
                     made = self._rehearsed(made)
-                    if self._remembered is not None:
-                        self._remembered.keep(made)
+                    if self.remembered is not None:
+                        self.remembered.keep(made)
                 else:
                     made = _returning(made)
         return made if options.exchange is None else made.exchanging(options.exchange)
 
     def _found_devices(self) -> Sequence[Device]:
         """Returns the devices to plan for."""
-        options = self._options
+        options = self.options
         find_devices = partial(
-            devices_of, self._machine, options.memory, self._ranks, options.parallel
+            devices_of, self.machine, options.memory, self.ranks, options.parallel
         )
         found = find_devices()
-        if self._machine is None and options.memory is None and any(one.limit for one in found):
+        if self.machine is None and options.memory is None and any(one.limit for one in found):
             # What the code of the model imports is not free. Its errors are raised when planning.
             with suppress(Exception):
-                subject_of(self._task)
+                subject_of(self.task)
             found = find_devices()
         return found
 
     def _rehearsed(self, made: Plan) -> Plan:
         """Returns `made` with measured values. A cached plan that no longer fits is made again."""
-        if self._watch is not None:
-            self._watch("rehearsal")
+        if self.watch is not None:
+            self.watch("rehearsal")
         if _is_remembered(made):
-            found = _rehearsed_again(self._task, made)
+            found = _rehearsed_again(self.task, made)
             if found is not None:
                 return found
             made = self._made(anew=True)
-        return _rehearsed(self._task, made, is_fixed=self._options.micro_batch is not None)
+        return _rehearsed(self.task, made, is_fixed=self.options.micro_batch is not None)
 
     def _made(self, anew: bool = False) -> Plan:
         """Returns the plan that rank 0 makes or, unless `anew`, has cached."""
         try:
             one = partial(self._one, self._devices, anew)
-            return by_rank_0(one) if self._together else one()
+            return from_rank_0(one) if self._together else one()
         except NoPlanFits as error:
-            if (
-                self._machine is None
-                and not self._together
-                and self._options.rehearsal is not False
-            ):
+            if self.machine is None and not self._together and self.options.rehearsal is not False:
                 enough = partial(self._one, anew=True)
-                raise _measured_refusal(error, self._task, self._devices, enough) from None
+                raise _measured_refusal(error, self.task, self._devices, enough) from None
             raise
 
     def _one(self, devices: Sequence[Device], anew: bool) -> Plan:
         """Makes the plan for `devices` on this rank, or returns the cached one unless `anew`."""
-        options, told = self._options, self._notices(devices)
+        options, told = self.options, self._notices(devices)
         leanest = min(devices, key=lambda device: device.budget_bytes)
+        is_limited = options.memory is not None or bool(self.machine and self.machine.is_limited)
         with few_collections():
-            subject = subject_of(self._task)
+            subject = subject_of(self.task)
             wishes = self._wishes(subject)
             before: Plan | None = None
-            if self._machine is None and options.rehearsal is None:
+            if self.machine is None and options.rehearsal is None:
                 # The budget is in `devices`; the key contains all other options.
                 asked = asdict(replace(options, memory=None)) | {"vary": wishes.shapes_vary}
-                key = key_of(subject, devices, self._limited, asked)
-                passing = tuple(budget_notices(leanest, self._limited))
-                self._remembered = Remembered(key, self._frontier, passing)
+                key = key_of(subject, devices, is_limited, asked)
+                passing = tuple(budget_notices(leanest, is_limited))
+                self.remembered = Remembered(key, self.frontier, passing)
                 if not anew:
-                    before, is_complete = self._remembered.recall(leanest)
+                    before, is_complete = self.remembered.recall(leanest)
                     if before is not None and is_complete:
                         return before
-            is_reproducible = self._task.grains is not None
+            is_reproducible = self.task.grains is not None
             # Ranks that communicate inside passes require the exact exchange.
             exact = options.exchange is None or options.exchange.is_exact
             divisible = exact and not is_reproducible
-            is_joint = isinstance(self._task.loss, JointLoss)
+            is_joint = isinstance(self.task.loss, JointLoss)
             made = make_plan(
                 subject,
                 leanest,
                 wishes,
-                limited=self._limited,
+                limited=is_limited,
                 layouts=layouts_of(
                     devices,
                     options.parallel,
@@ -310,8 +295,8 @@ class _Planning:
                 ),
                 norms=options.norms if divisible and not is_joint else "ghosts",
                 notices=(
-                    *default_ghost_notice(subject.identity.ghost_batch, self._task.ghost_batch),
-                    *_size_notice(self._task),
+                    *default_ghost_notice(subject.identity.ghost_batch, self.task.ghost_batch),
+                    *_size_notice(self.task),
                     *told,
                     *_length_notice(subject, cut_by_size=not is_reproducible),
                     *(() if is_reproducible else subject.depends),
@@ -322,7 +307,7 @@ class _Planning:
     def _notices(self, devices: Sequence[Device]) -> Sequence[str]:
         """Returns the notices about the devices, without duplicates. Raises `InputError` if a device
         does not support the precision."""
-        wanted = parse_open_precision(self._options.precision)
+        wanted = parse_open_precision(self.options.precision)
         told: dict[str, None] = {}
         if wanted is not None:
             for device in devices:
@@ -333,15 +318,15 @@ class _Planning:
         return list(told)
 
     def _wishes(self, subject: Subject) -> Wishes:
-        options, task = self._options, self._task
+        options, task = self.options, self.task
         chunked = False if task.grains is not None else parse_chunked_loss(options.chunked_loss)
         return Wishes(
             precision=parse_open_precision(options.precision),
             micro_batch=subject.identity.grain or options.micro_batch,
             recompute=_recompute(options.recompute, subject),
             chunked_loss=chunked,
-            frontier=self._frontier,
-            watch=self._watch,
+            frontier=self.frontier,
+            watch=self.watch,
             compile=options.compile,
             shapes_vary=task.lengths is not None or task.collate is not None,
         )
@@ -369,69 +354,56 @@ def _check(task: Task, ranks: int | None, options: PlanOptions) -> None:
     parse_norms(options.norms)
     parse_balance(options.balance)
     parse_compile(options.compile)
-    parallel, exchange, norms = options.parallel, options.exchange, options.norms
+    parallel = options.parallel
     if options.sharding is not None and parallel not in (None, "shard"):
         raise InputError(
             f"parallel is {parallel!r} and sharding is given, which is for models that are divided over"
             " ranks: leave one of them out, or make parallel 'shard'."
         )
-    told = exchange.describe() if exchange else ""
     if task.grains is not None:
-        why = {
-            "parallel": (
-                parallel not in (None, "single", "replicate"),
-                parallel,
-                "gradients are then added up in another order: leave it out, or take 'replicate'",
-            ),
-            "micro_batch": (
-                options.micro_batch is not None,
-                options.micro_batch,
-                "a pass is a grain: set that of the task (--grain, anybatch.Grains)",
-            ),
-            "chunked_loss": (
-                options.chunked_loss is True,
-                True,
-                "chunks round otherwise: leave it out",
-            ),
-            "exchange": (
-                exchange is not None and not exchange.is_exact,
-                told,
-                "the result then depends on the number of ranks: leave it out",
-            ),
-            "norms": (norms == "synchronised", norms, "its sums depend on the ranks: leave it out"),
-            "balance": (
-                options.balance == "measured",
-                options.balance,
-                "ranks take whole parts: leave it out",
-            ),
-            "compile": (
-                bool(options.compile),
-                options.compile,
-                "compiled kernels round otherwise: leave it out",
-            ),
-        }
-        _refuse(why, "the run is to be reproducible")
+        _refuse(_not_reproducible(options), "the run is to be reproducible")
     if isinstance(task.loss, JointLoss):
-        why = {
-            "exchange": (
-                exchange is not None and (exchange.every > 1 or exchange.stale),
-                told,
-                "samples are compared as the same weights encode them: leave it out",
-            ),
-            "norms": (
-                norms == "synchronised",
-                norms,
-                "its ranks meet inside every pass: leave it out, ghost batches give the same result",
-            ),
-        }
-        _refuse(why, "the loss compares all samples of the global batch (JointLoss)")
+        since = "the loss compares all samples of the global batch (JointLoss)"
+        _refuse(_not_for_joint_loss(options), since)
 
 
-def _refuse(why: Mapping[str, tuple[bool, object, str]], since: str) -> None:
-    """Raises `InputError` for the first option in `why` that is wrong, with its value and a remedy."""
-    for name, (is_wrong, value, remedy) in why.items():
-        if is_wrong:
-            raise InputError(f"{name} is {value!r} and {since}, but {remedy}.")
+def _refuse(options: Iterable[tuple[str, object, str]], since: str) -> None:
+    """Raises `InputError` for the first of `options`, given as names, values and remedies."""
+    for name, value, remedy in options:
+        raise InputError(f"{name} is {value!r} and {since}, but {remedy}.")
+
+
+def _not_reproducible(options: PlanOptions) -> Iterator[tuple[str, object, str]]:
+    parallel, exchange = options.parallel, options.exchange
+    if parallel not in (None, "single", "replicate"):
+        remedy = "gradients are then added up in another order: leave it out, or take 'replicate'"
+        yield "parallel", parallel, remedy
+    if options.micro_batch is not None:
+        remedy = "a pass is a grain: set that of the task (--grain, anybatch.Grains)"
+        yield "micro_batch", options.micro_batch, remedy
+    if options.chunked_loss is True:
+        yield "chunked_loss", True, "chunks round otherwise: leave it out"
+    if exchange is not None and not exchange.is_exact:
+        remedy = "the result then depends on the number of ranks: leave it out"
+        yield "exchange", exchange.describe(), remedy
+    if options.norms == "synchronised":
+        yield "norms", options.norms, "its sums depend on the ranks: leave it out"
+    if options.balance == "measured":
+        yield "balance", options.balance, "ranks take whole parts: leave it out"
+    if options.compile:
+        yield "compile", options.compile, "compiled kernels round otherwise: leave it out"
+
+
+def _not_for_joint_loss(options: PlanOptions) -> Iterator[tuple[str, object, str]]:
+    exchange = options.exchange
+    if exchange is not None and (exchange.every > 1 or exchange.stale):
+        remedy = "samples are compared as the same weights encode them: leave it out"
+        yield "exchange", exchange.describe(), remedy
+    if options.norms == "synchronised":
+        remedy = (
+            "its ranks meet inside every pass: leave it out, ghost batches give the same result"
+        )
+        yield "norms", options.norms, remedy
 
 
 def _is_rehearsed(task: Task, plan: Plan, wanted: bool | None) -> bool:
@@ -666,26 +638,6 @@ def _measured_link(watch: Callable[[str], None] | None, held: bool) -> Link | No
         return measured_link(torch.device("cpu"))
     finally:
         keep_freed_memory()
-
-
-def by_rank_0(make: Callable[[], Plan]) -> Plan:
-    """Calls `make` on rank 0 and returns its result on every rank. If it raises an error, the other
-    ranks raise `PeerFailed`."""
-    found: Plan | None = None
-    wrong: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            found = make()
-        except Exception as error:
-            wrong = error
-    told = None if wrong is None else RankReport.of(wrong)
-    found, theirs = tell((found, told))[0]
-    if wrong is not None:
-        raise wrong
-    if theirs is not None:
-        raise PeerFailed(f"rank 0 could not plan: {theirs.error}", theirs.exit_status)
-    assert found is not None
-    return found
 
 
 def _recompute(wish: str | Recompute | None, subject: Subject) -> Recompute | None:

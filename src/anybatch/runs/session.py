@@ -11,10 +11,9 @@ collective operations.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
@@ -79,7 +78,7 @@ from anybatch.parallel.failures import together
 from anybatch.plans import Choice, KernelChoices, Plan
 from anybatch.process.control_group import cores_of_group
 from anybatch.process.cuda_driver import take_workspaces
-from anybatch.process.threads import Stopwatch, num_cores
+from anybatch.process.threads import Stopwatch, num_cores, torch_threads
 from anybatch.rank.batches import Batches
 from anybatch.rank.checkpoint_manager import CheckpointManager
 from anybatch.rank.checks import (
@@ -340,9 +339,8 @@ class Session:
                 group,
                 lambda: run(data.index, source, choice, plan.choice, REHEARSED_PASSES, kernels),
             )
-            everyone = self._exchanged(mine)
-            found = [one for one in everyone if one is not None]
-            if len(found) < len(everyone):
+            found = [one for one in group.exchange(mine) if one is not None]
+            if len(found) < group.size:
                 return None
             return Rehearsed(
                 max(one.seconds for one in found),
@@ -350,11 +348,8 @@ class Session:
                 all(one.fits for one in found),
             )
 
-        used = max(self._exchanged(self._meter.used_bytes()))
+        used = max(group.exchange(self._meter.used_bytes()))
         return Rehearsing(plan, self._replica, rehearse, used, is_fixed).plan()
-
-    def _exchanged(self, mine: T) -> Sequence[T]:
-        return self._group.exchange(mine)
 
     @_at_work("saving")
     def save(self, wait: bool = False) -> None:
@@ -754,23 +749,17 @@ class Session:
 
         Raises what `Transactions.run` raises, and `DataError` for samples that cannot be read.
         """
-        begun = time.perf_counter()
-        while (data := self._coming()) is not None:
+        while True:
+            begun = time.perf_counter()
+            self._pulse.step = step_number(self._position.step)
+            data = self._next()
+            if data is None:
+                self._pulse.step = self._position.step
+                self._engine.settle()
+                return None
             done = self._done(data, begun)
             if done is not None:
                 return done
-            begun = time.perf_counter()
-        self._engine.settle()
-        return None
-
-    def _coming(self) -> StepData | None:
-        """Returns the next step, and sets the pulse to it; None when training is over."""
-        done = self._position.step
-        self._pulse.step = step_number(done)
-        data = self._next()
-        if data is None:
-            self._pulse.step = done
-        return data
 
     def _next(self) -> StepData | None:
         # A stream is read here, so this can fail on one rank alone.
@@ -910,28 +899,14 @@ def joined() -> Iterator[None]:
     """
     member = find()
     if member is None or member.world_size == 1:
-        with _threads_of_group():
+        # torch counts the cores of the machine, and too many threads wait for each other.
+        too_many = cores_of_group() is not None and torch.get_num_threads() > num_cores()
+        with torch_threads(num_cores()) if too_many else nullcontext():
             yield
         return
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     with join(member, kind, timeout_seconds=RENDEZVOUS_SECONDS):
         yield
-
-
-@contextmanager
-def _threads_of_group() -> Iterator[None]:
-    """Context manager that limits torch's threads to the cores of the control group, unless
-    `OMP_NUM_THREADS` is set: torch counts the cores of the machine, and too many threads wait for each
-    other."""
-    before = torch.get_num_threads()
-    if cores_of_group() is None or "OMP_NUM_THREADS" in os.environ or before <= num_cores():
-        yield
-        return
-    torch.set_num_threads(num_cores())
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _call(model: nn.Module, batch: Any) -> Any:

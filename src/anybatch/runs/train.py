@@ -38,8 +38,7 @@ from anybatch.events import (
 from anybatch.insight.noise import NoiseScale, latest
 from anybatch.insight.noise_series import Block, Series
 from anybatch.launch import call, find
-from anybatch.parallel import exchange as tell
-from anybatch.parallel import leads
+from anybatch.parallel import from_rank_0, leads
 from anybatch.plans import (
     Balancing,
     Exchange,
@@ -68,6 +67,7 @@ from anybatch.report.folder import ADAPTERS, CHECKPOINTS, EVENTS_FILE, PRETRAINE
 from anybatch.report.sentences import counted, format_scores
 from anybatch.runs.planning import (
     PlanOptions,
+    check_started,
     checked_ranks,
     default_ranks,
     serves_again,
@@ -251,18 +251,11 @@ def train(
         )
     folder = None if out is None else Path(out)
     job = _Job(task, plan, folder, log, options, keeping, _command())
-    here = find()
     wanted = num_processes(plan, ranks, parallel)
-    least, most = (nodes, nodes) if isinstance(nodes, int) else nodes
-    if here is None and (wanted > 1 or most > 1):
+    if find() is None and (wanted > 1 or nodes not in (1, (1, 1))):
         with displayed(progress) as display:
             return job.start(wanted, nodes, rendezvous, [*sinks, *_and(display)])
-    size = here.world_size if here else 1
-    if ranks is not None and least == most and size != ranks * least:
-        raise InputError(
-            f"ranks is {ranks}, but this process is one of {size} that were started already: leave"
-            " ranks out."
-        )
+    check_started(ranks)
     with joined(), displayed(progress and leads()) as display:
         return job.train(ranks, sinks, display)
 
@@ -312,7 +305,7 @@ def choose_plan(
     Raises what `plan` raises.
     """
     if out is not None and resumes:
-        before = tell(last_plan(out) if leads() else None)[0]
+        before = from_rank_0(lambda: last_plan(out))
         if before is not None and serves_again(before, task, ranks, options):
             return before
     return make_plan(task, ranks=ranks, **options.given())
@@ -368,13 +361,13 @@ class _Job:
     def train_for_another(self, log: Path) -> tuple[dict[str, Tensor], Result] | None:
         """Train on a rank that `start` has started. The first rank of each machine returns the weights
         and the result for the caller, the others None."""
+        member = find()
         with joined():
-            first = _is_first_here()
             with contextlib.ExitStack() as stack:
                 sinks = [stack.enter_context(EventLog(log)), Ending(log)] if leads() else []
                 result = self.train(None, sinks)
             state = whole_state(result.model)
-        if not first:
+        if member is not None and member.local_rank:
             return None
         return state, replace(result, model=nn.Identity())
 
@@ -438,7 +431,8 @@ class _Job:
             begun.append(started)
             session.emit(started)
             if resumes:
-                session.emit(resumed or _begun_anew(checkpoints))
+                anew = Resumed(time=time.time(), step=0, samples_seen=0, folder=str(checkpoints))
+                session.emit(resumed or anew)
             if out is not None and leads() and is_pretrained(session.model):
                 keep_pretrained(session.model, out / PRETRAINED)
             reason = "stopped"
@@ -486,11 +480,6 @@ class _Job:
         )
 
 
-def _begun_anew(checkpoints: Path | None) -> Resumed:
-    """Returns the event for a run that should be resumed but starts from the beginning."""
-    return Resumed(time=time.time(), step=0, samples_seen=0, folder=str(checkpoints))
-
-
 def _command() -> str:
     """Returns the shell command that started this process, in its short form; empty in a notebook, in
     an interactive Python session, and for code from `-c` or standard input."""
@@ -504,11 +493,6 @@ def _command() -> str:
 
 def _and(display: Display | None) -> Sequence[Sink]:
     return () if display is None else (display,)
-
-
-def _is_first_here() -> bool:
-    member = find()
-    return member is None or member.local_rank == 0
 
 
 def _learn(plan: Plan, result: Result) -> None:

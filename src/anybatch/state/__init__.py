@@ -4,7 +4,6 @@ from anybatch.state.base import frozen_checksums as frozen_checksums
 from anybatch.state.checkpoints import Checkpoints as Checkpoints
 from anybatch.state.checkpoints import Content as Content
 from anybatch.state.checkpoints import Failed as Failed
-from anybatch.state.checkpoints import Found as Found
 from anybatch.state.checkpoints import Saved as Saved
 from anybatch.state.plain import converted as converted
 from anybatch.state.plain import weights_of_checkpoint as weights_of_checkpoint
@@ -13,7 +12,6 @@ from anybatch.state.pretrained import has_adapters as has_adapters
 from anybatch.state.pretrained import is_pretrained as is_pretrained
 from anybatch.state.pretrained import keep_pretrained as keep_pretrained
 from anybatch.state.pretrained import save_adapters as save_adapters
-from anybatch.state.training import Facts as Facts
 from anybatch.state.training import TrainingState as TrainingState
 from anybatch.state.weights import TORCH_SUFFIXES as TORCH_SUFFIXES
 from anybatch.state.weights import check_can_be_written as check_can_be_written

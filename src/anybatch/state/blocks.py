@@ -94,6 +94,21 @@ def _rows_at_once(shape: Sequence[int], itemsize: int, num_bytes: int) -> int:
     return max(1, num_bytes // max(1, math.prod(shape[1:]) * itemsize))
 
 
+def open_plain(path: Path) -> tuple[int, int]:
+    """Opens a file for reading, and returns its descriptor and its size in bytes. Raises `InputError`
+    if it does not exist or is not a regular file."""
+    try:
+        # A link may lead out of the folder, and opening a pipe would block.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise InputError(f"{path.name} cannot be read ({error.strerror or error})") from None
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        raise InputError(f"{path.name} is no plain file")
+    return descriptor, found.st_size
+
+
 class DataFile:
     """A file of tensors, opened for reading.
 
@@ -102,20 +117,10 @@ class DataFile:
 
     def __init__(self, path: Path, num_bytes: int) -> None:
         self.path: Path = path
-        try:
-            # A link may lead out of the folder, and opening a pipe would block.
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError as error:
-            raise InputError(f"{path.name} cannot be read ({error.strerror or error})") from None
-        found = os.fstat(self._descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            wrong = f"{path.name} is no plain file"
-        elif found.st_size != num_bytes:
-            wrong = f"{path.name} has {found.st_size:,} bytes where {num_bytes:,} were written"
-        else:
-            return
-        os.close(self._descriptor)
-        raise InputError(wrong)
+        self._descriptor, size = open_plain(path)
+        if size != num_bytes:
+            self.close()
+            raise InputError(f"{path.name} has {size:,} bytes where {num_bytes:,} were written")
 
     def close(self) -> None:
         """Closes the file."""

@@ -22,6 +22,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from anybatch.errors import AnybatchError, InputError, PeerFailed
 from anybatch.oom import is_memory_error
-from anybatch.parallel import Group
+from anybatch.parallel import Group, from_rank_0
 from anybatch.process.threads import begin
 from anybatch.state.blocks import DTYPES, DataFile
 from anybatch.state.folder import Folder, told_by_system
@@ -94,7 +95,6 @@ class Found:
     folder: Path
     facts: Mapping[str, Any]
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    score: float | None
     passed_over: tuple[str, ...]
     manifest: Manifest = field(repr=False)
 
@@ -177,11 +177,10 @@ class Checkpoints:
         ended, self._outcomes[:count] = self._outcomes[:count], []
         return ended
 
-    def wait(self, seconds: float | None = None) -> None:
-        """Waits until no save of this rank (on rank 0: of any rank) is in progress, or for
-        `seconds`."""
+    def wait(self) -> None:
+        """Waits until no save of this rank (on rank 0: of any rank) is in progress."""
         if self._job is not None and self._job.ended is not None:
-            self._job.ended.wait(seconds)
+            self._job.ended.wait()
 
     def newest(
         self, step: int | None = None, *, only: str = "", touches: bool = True
@@ -200,16 +199,8 @@ class Checkpoints:
             PeerLost: a rank is gone.
         """
         self._settle()
-        manifest, name, passed_over, wrong = None, "", [], ""
-        if self._group.rank == 0:
-            try:
-                manifest, name, passed_over = self._search(step, only, touches)
-            except (OSError, InputError) as error:
-                wrong = _sentence(error)
-        told = self._group.exchange((manifest, name, tuple(passed_over), wrong))
-        manifest, name, passed_over, wrong = told[0]
-        if wrong:
-            raise InputError(wrong)
+        search = partial(self._search, step, only, touches)
+        manifest, name, passed_over = from_rank_0(search, self._group)
         if manifest is None:
             return None
         folder = self._folder.path / name
@@ -224,8 +215,7 @@ class Checkpoints:
                 name: (tuple(record.shape), DTYPES[record.dtype])
                 for name, record in manifest.tensors.items()
             },
-            manifest.score,
-            passed_over,
+            tuple(passed_over),
             manifest,
         )
 
@@ -256,18 +246,16 @@ class Checkpoints:
             rank = min(failures)
             first = own or failures[rank]
             if isinstance(first, InputError):
-                raise InputError(_unloaded(found, str(first))) from None
+                raise InputError(
+                    f"the checkpoint {found.folder} cannot be loaded: {str(first).rstrip('.')}."
+                ) from None
             raise PeerFailed(
                 f"rank {rank} could not load {found.folder}: {_sentence(first)}"
             ) from None
 
-    def close(self, seconds: float | None = None) -> None:
-        """Waits for the save in progress, at most `seconds`, and then abandons it. No thread
-        remains."""
-        self.wait(seconds)
-        if self._job is not None:
-            self._job.given_up.set()
-            self.wait()
+    def close(self) -> None:
+        """Waits for the save in progress. No thread remains."""
+        self.wait()
         if self._group.rank == 0:
             self._folder.leave()
 
@@ -369,7 +357,10 @@ class Checkpoints:
             with contextlib.suppress(InputError, OSError), self._folder.locked(seconds=0.0):
                 self._folder.clear()
         faults: list[str] = []
-        there = self._folder.complete()
+        try:
+            there = self._folder.complete()
+        except OSError as error:
+            raise InputError(told_by_system(error)) from None
         if wanted is not None:
             there = [(step, path) for step, path in there if step == wanted] or self._lacking(
                 wanted
@@ -452,10 +443,6 @@ def _unseen(folder: Path, manifest: Manifest, rank: int) -> str:
         f"rank {rank} does not see the checkpoint {folder} that rank 0 found ({reason}): checkpoints"
         " need a folder that all machines share."
     )
-
-
-def _unloaded(found: Found, reason: str) -> str:
-    return f"the checkpoint {found.folder} cannot be loaded: {reason.rstrip('.')}."
 
 
 def _first_failure(error: Any, rank: int) -> str:

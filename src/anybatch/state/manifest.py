@@ -15,7 +15,6 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -23,7 +22,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from anybatch.errors import InputError
-from anybatch.state.blocks import BLOCK_BYTES, DTYPES
+from anybatch.state.blocks import BLOCK_BYTES, DTYPES, open_plain
 
 VERSION = 1
 NAME = "manifest.json"
@@ -167,19 +166,16 @@ def read_manifest(folder: Path) -> Manifest:
 def read_small(path: Path, most_bytes: int) -> bytes:
     """Reads a whole file. Raises `InputError` if it does not exist, is not a regular file, or is longer
     than `most_bytes`."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                raise InputError(f"{path.name} is no plain file")
-            if found.st_size > most_bytes:
-                raise InputError(f"{path.name} has {found.st_size:,} bytes, which is absurd")
-            return file.read(found.st_size)
-    except FileNotFoundError:
-        raise InputError(f"{path.name} is missing") from None
-    except OSError as error:
-        raise InputError(f"{path.name} cannot be read ({error.strerror})") from None
+    if not os.path.lexists(path):
+        raise InputError(f"{path.name} is missing")
+    descriptor, num_bytes = open_plain(path)
+    with os.fdopen(descriptor, "rb") as file:
+        if num_bytes > most_bytes:
+            raise InputError(f"{path.name} has {num_bytes:,} bytes, which is absurd")
+        try:
+            return file.read(num_bytes)
+        except OSError as error:
+            raise InputError(f"{path.name} cannot be read ({error.strerror})") from None
 
 
 def data_name(number: int) -> str:

@@ -8,12 +8,12 @@ they are not trained, are built by the task.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from anybatch.errors import InputError
@@ -32,10 +32,10 @@ def weights_of_file(path: Path) -> dict[str, Any]:
     Raises `InputError` if the file does not exist, or is damaged.
     """
     state = dict(read_weights(path))
-    for name, first in _tied_in(path).items():
-        if name not in state and first in state:
-            state[name] = state[first]
-    return state
+    with safe_open(path, framework="pt") as file:
+        tied = file.metadata() or {}  # by the names that refer to weights of other names
+    others = {name: first for name, first in tied.items() if name not in state and first in state}
+    return state | {name: state[first] for name, first in others.items()}
 
 
 def weights_of_checkpoint(
@@ -97,11 +97,3 @@ def _base(facts: Facts, found: Found, model: nn.Module) -> dict[str, Tensor]:
         )
     check_same(checksums_of(model, facts.base), facts.base, found.folder, facts.versions)
     return {name: own[name] for name in facts.base}
-
-
-def _tied_in(path: Path) -> dict[str, str]:
-    """Returns the names in a safetensors file that refer to the weights of other names."""
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    told = header.get("__metadata__", {})
-    return {name: first for name, first in told.items() if first in header}

@@ -20,7 +20,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast, final
 
@@ -77,15 +77,6 @@ STALL_SECONDS = 120.0
 _MOST_PART_BYTES = 256 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Location of a slice: bytes of the file of rank `file`."""
-
-    file: int
-    start: int
-    num_bytes: int
-
-
 class Part(Record):
     """The record that seals the file of a rank: its length, and the checksums of each slice by its
     start; or the reason why the file could not be written."""
@@ -99,11 +90,14 @@ class Part(Record):
 
 
 @final
+@dataclass(eq=False)
 class Writer(StorageWriter):
     """One save, as seen by one rank.
 
     Attributes:
-        step: step of training.
+        folder: folder of the checkpoints.
+        tensors, facts, step, score, stage: see `Checkpoints.save`.
+        rank: this rank.
         started: start time, by the monotonic clock.
         held_seconds: how long the save blocked training.
         partial: the hidden folder to write in, once it is known.
@@ -112,40 +106,28 @@ class Writer(StorageWriter):
         written: set when the bytes of this rank are written, or will not be.
         wrong: why they are not written.
         told: failure reported by another rank, if any.
-        given_up: set when the save is abandoned.
         ended: set when its thread has ended; None: it has no thread.
+        metadata, results: on rank 0, torch's plan, and where each rank's slices begin in its file.
     """
 
-    def __init__(
-        self,
-        folder: Folder,
-        tensors: Mapping[str, Tensor],
-        facts: Mapping[str, Any],
-        step: int,
-        score: float | None,
-        *,
-        rank: int,
-        stage: bool,
-    ) -> None:
-        self.step: int = step
-        self.started: float = time.monotonic()
-        self.held_seconds: float = 0.0
-        self.ended: threading.Event | None = None
-        self.written: threading.Event = threading.Event()
-        self.wrong: str = ""
-        self.partial: Path | None = None
-        self.pending: list[Tensor] | None = None
-        self.release: Callable[[], object] = lambda: None
-        self.told: str = ""
-        self.given_up: threading.Event = threading.Event()
-        self._folder = folder
-        self._tensors = tensors
-        self._facts = facts
-        self._score = score
-        self._rank = rank
-        self._stage = stage
-        self._metadata: Metadata | None = None
-        self._places: dict[tuple[str, tuple[int, ...]], Place] = {}
+    folder: Folder
+    tensors: Mapping[str, Tensor]
+    facts: Mapping[str, Any]
+    step: int
+    score: float | None
+    rank: int
+    stage: bool
+    started: float = field(default_factory=time.monotonic)
+    held_seconds: float = 0.0
+    ended: threading.Event | None = None
+    written: threading.Event = field(default_factory=threading.Event)
+    wrong: str = ""
+    partial: Path | None = None
+    pending: list[Tensor] | None = None
+    release: Callable[[], object] = lambda: None
+    told: str = ""
+    metadata: Metadata | None = None
+    results: Sequence[Sequence[WriteResult]] = ()
 
     def run(self, alone: bool) -> None:
         """Plans and lays out the save, on all ranks together.
@@ -155,14 +137,14 @@ class Writer(StorageWriter):
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with calling("while a checkpoint was planned"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            save(_detached(self._tensors), storage_writer=self, planner=planner, no_dist=alone)
+            save(_detached(self.tensors), storage_writer=self, planner=planner, no_dist=alone)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Does nothing: a writer is used for one save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Checks the content. Raises `InputError` if it cannot be saved."""
-        for name, tensor in self._tensors.items():
+        for name, tensor in self.tensors.items():
             if fault := _strange(tensor):
                 raise InputError(f"{name!r} {fault}")
 
@@ -173,17 +155,17 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On rank 0: creates the folder, and adds its name to the plans."""
         try:
-            self.release = self._folder.lock()
-            self._folder.clear()
-            self.partial = self._folder.begin(self.step)
+            self.release = self.folder.lock()
+            self.folder.clear()
+            self.partial = self.folder.begin(self.step)
         except OSError as error:
             raise InputError(told_by_system(error)) from None
         return [replace(plan, storage_data=self.partial.name) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Lays out the slices of this rank; copies them to be written later, or writes them now."""
-        self.partial = self._folder.path / str(plan.storage_data)
-        _await_folder(self.partial, self._rank)
+        self.partial = self.folder.path / str(plan.storage_data)
+        _await_folder(self.partial, self.rank)
         tensors, results, start = [], [], 0
         for item in plan.items:
             assert item.tensor_data is not None
@@ -191,31 +173,25 @@ class Writer(StorageWriter):
             if tensor.shape != item.tensor_data.chunk.sizes:
                 raise InputError(
                     f"{item.index.fqn!r} has a part of shape {tuple(tensor.shape)} on rank"
-                    f" {self._rank} where {tuple(item.tensor_data.chunk.sizes)} was planned"
+                    f" {self.rank} where {tuple(item.tensor_data.chunk.sizes)} was planned"
                 )
-            place = Place(self._rank, start, tensor.numel() * tensor.element_size())
-            results.append(WriteResult(item.index, place.num_bytes, place))
-            if place.num_bytes:
+            num_bytes = tensor.numel() * tensor.element_size()
+            results.append(WriteResult(item.index, num_bytes, storage_data=start))
+            if num_bytes:
                 tensors.append(tensor)
-                start += place.num_bytes
-        if self._stage:
+                start += num_bytes
+        if self.stage:
             self.pending = _staged(tensors)
         if self.pending is None:
             try:
-                write_part(self.partial, self._rank, tensors)
+                write_part(self.partial, self.rank, tensors)
             except OSError as error:
                 raise InputError(told_by_system(error)) from None
         return _ready(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0: keeps the locations of all slices for `complete`."""
-        self._metadata = metadata
-        self._places = {
-            (result.index.fqn, tuple(result.index.offset or ())): result.storage_data
-            for of_rank in results
-            for result in of_rank
-        }
-        self._num_files = len(results)
+        self.metadata, self.results = metadata, results
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -223,16 +199,15 @@ class Writer(StorageWriter):
         return False
 
     def write_pending(self) -> None:
-        """Writes and seals the copies, if there are any. Raises `OSError`, or `InputError` if the save
-        was abandoned."""
+        """Writes and seals the copies, if there are any. Raises `OSError`."""
         assert self.partial is not None
         if self.pending is not None:
-            write_part(self.partial, self._rank, self.pending, self.given_up)
+            write_part(self.partial, self.rank, self.pending)
 
     def tell_failure(self, reason: str) -> None:
         """Informs rank 0 that the part of this rank will not be written. Raises `OSError`."""
         assert self.partial is not None
-        _seal(self.partial, self._rank, Part(wrong=reason))
+        _seal(self.partial, self.rank, Part(wrong=reason))
 
     def complete(self) -> tuple[Path, Manifest]:
         """On rank 0, once its own part is sealed: waits for the parts of the other ranks, and publishes
@@ -243,51 +218,56 @@ class Writer(StorageWriter):
         assert self.partial is not None
         manifest = self._manifest(self._await_parts(self.partial))
         _write_synced(self.partial / NAME, manifest.to_bytes())
-        for rank in range(self._num_files):
+        for rank in range(len(self.results)):
             _part_path(self.partial, rank).unlink()
-        return self._folder.publish(self.partial, self.step), manifest
+        return self.folder.publish(self.partial, self.step), manifest
 
     def _await_parts(self, partial: Path) -> list[Part]:
+        num_files = len(self.results)
         parts: dict[int, Part] = {}
         grown_at, grown = time.monotonic(), -1
         pause = 0.005
         while True:
             if self.told:
                 raise InputError(self.told)
-            for rank in range(self._num_files):
+            for rank in range(num_files):
                 if rank not in parts and _part_path(partial, rank).exists():
                     parts[rank] = _read_part(partial, rank)
-            if len(parts) == self._num_files:
-                return [parts[rank] for rank in range(self._num_files)]
-            now = sum(_size(partial / data_name(rank)) for rank in range(self._num_files))
+            if len(parts) == num_files:
+                return [parts[rank] for rank in range(num_files)]
+            now = sum(_size(partial / data_name(rank)) for rank in range(num_files))
             if now != grown:
                 grown_at, grown = time.monotonic(), now
-            first = min(set(range(self._num_files)) - parts.keys())
+            first = min(set(range(num_files)) - parts.keys())
             if time.monotonic() - grown_at > STALL_SECONDS:
                 raise InputError(
                     f"nothing came from rank {first} for {STALL_SECONDS:.0f} s: it is gone, its disk"
                     " hangs, or its folder of this name is another one"
                 )
-            if self.given_up.wait(pause):
-                raise InputError(f"it was given up before the part of rank {first} had come")
+            time.sleep(pause)
             pause = min(2 * pause, 0.5)
 
     def _manifest(self, parts: Sequence[Part]) -> Manifest:
-        assert self._metadata is not None
+        assert self.metadata is not None
+        places = {
+            (result.index.fqn, _offset(result.index)): (rank, result)
+            for rank, of_rank in enumerate(self.results)
+            for result in of_rank
+        }
         tensors = {}
-        for name, record in self._metadata.state_dict_metadata.items():
+        for name, record in self.metadata.state_dict_metadata.items():
             assert isinstance(record, TensorStorageMetadata)
             slices = []
             for chunk in record.chunks:
-                place = self._places[name, tuple(chunk.offsets)]
-                if place.num_bytes:
+                rank, written = places[name, tuple(chunk.offsets)]
+                if written.size_in_bytes:
                     slices.append(
                         Slice(
                             offsets=list(chunk.offsets),
                             sizes=list(chunk.sizes),
-                            file=place.file,
-                            start=place.start,
-                            checksums=parts[place.file].checksums[str(place.start)],
+                            file=rank,
+                            start=written.storage_data,
+                            checksums=parts[rank].checksums[str(written.storage_data)],
                         )
                     )
             tensors[name] = TensorRecord(
@@ -295,29 +275,22 @@ class Writer(StorageWriter):
             )
         return Manifest(
             step=self.step,
-            score=self._score,
+            score=self.score,
             files=[part.num_bytes for part in parts],
             tensors=tensors,
-            facts=dict(self._facts),
+            facts=dict(self.facts),
         )
 
 
-def write_part(
-    partial: Path, rank: int, tensors: list[Tensor], given_up: threading.Event | None = None
-) -> None:
+def write_part(partial: Path, rank: int, tensors: list[Tensor]) -> None:
     """Writes the file of `rank`, and seals it. `tensors` is emptied in the process, so that they can be
-    freed.
-
-    Raises `OSError`, or `InputError` if the save was abandoned.
-    """
+    freed. Raises `OSError`."""
     checksums: dict[str, list[int]] = {}
     start = 0
     descriptor = os.open(partial / data_name(rank), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         tensors.reverse()
         while tensors:
-            if given_up is not None and given_up.is_set():
-                raise InputError("it was given up, since the run ends")
             tensor = tensors.pop()
             checksums[str(start)] = write_tensor(descriptor, tensor)
             start += tensor.numel() * tensor.element_size()
@@ -400,19 +373,19 @@ def _ready(value: Any) -> Future[Any]:
 
 
 @final
+@dataclass(eq=False)
 class Reader(StorageReader):
     """One load, as seen by one rank.
 
-    Args:
+    Attributes:
         folder: folder of the checkpoint.
         manifest: its manifest, checked.
         tensors: tensors to fill, by name.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        self._folder = folder
-        self._manifest = manifest
-        self._tensors = tensors
+    folder: Path
+    manifest: Manifest
+    tensors: Mapping[str, Tensor]
 
     def run(self, alone: bool) -> None:
         """Fills the tensors, on all ranks together.
@@ -422,7 +395,7 @@ class Reader(StorageReader):
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with calling("while a checkpoint was loaded"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            load(_detached(self._tensors), storage_reader=self, planner=planner, no_dist=alone)
+            load(_detached(self.tensors), storage_reader=self, planner=planner, no_dist=alone)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Does nothing: a reader is used for one load."""
@@ -440,8 +413,8 @@ class Reader(StorageReader):
                         for part in record.slices
                     ],
                 )
-                for name, record in self._manifest.tensors.items()
-                if name in self._tensors
+                for name, record in self.manifest.tensors.items()
+                if name in self.tensors
             }
         )
 
@@ -450,8 +423,8 @@ class Reader(StorageReader):
     ) -> None:
         """Checks the tensors. Raises `InputError` if one does not fit, before any is modified."""
         faults = []
-        for name, tensor in self._tensors.items():
-            record = self._manifest.tensors.get(name)
+        for name, tensor in self.tensors.items():
+            record = self.manifest.tensors.get(name)
             if record is None:
                 faults.append(f"{name!r} is not in it")
             elif fault := _misfit(tensor, record):
@@ -470,7 +443,7 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads and checks slice by slice, in the order in which they are stored in the files."""
-        manifest = self._manifest
+        manifest = self.manifest
         found: dict[tuple[str, tuple[int, ...]], Slice] = {
             (name, tuple(part.offsets)): part
             for name in {item.dest_index.fqn for item in plan.items}
@@ -484,7 +457,7 @@ class Reader(StorageReader):
             key=lambda pair: (pair[0].file, pair[0].start),
         )
         for number in sorted({part.file for part, _ in wanted}):
-            file = DataFile(self._folder / data_name(number), manifest.files[number])
+            file = DataFile(self.folder / data_name(number), manifest.files[number])
             try:
                 for part, item in wanted:
                     if part.file == number:
@@ -499,8 +472,8 @@ class Reader(StorageReader):
             file,
             part.start,
             part.sizes,
-            DTYPES[self._manifest.tensors[item.storage_index.fqn].dtype],
-            self._manifest.block_bytes,
+            DTYPES[self.manifest.tensors[item.storage_index.fqn].dtype],
+            self.manifest.block_bytes,
             part.checksums,
             tuple(
                 slice(start, start + size)

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.errors import InputError, kind_of, some
 from anybatch.oom import is_memory_error
-from anybatch.parallel import exchange, leads
+from anybatch.parallel import from_rank_0, leads
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 """File name suffixes that select torch's own format."""
@@ -66,19 +66,11 @@ def write_whole(model: nn.Module, write: Callable[[dict[str, Any]], None]) -> No
     """Calls `write` on rank 0 with the state of the plain model. With a sharded model, all ranks must
     call it, none returns before that is done, and an `InputError` that it raises is raised on all
     ranks."""
-    if not _is_sharded(model):
-        if leads():
-            write(_plain_state(model))
-        return
-    state = whole_state(model)
-    wrong = ""
-    if leads():
-        try:
-            write(state)
-        except InputError as error:
-            wrong = str(error)
-    if told := exchange(wrong)[0]:
-        raise InputError(told)
+    if _is_sharded(model):
+        state = whole_state(model)
+        from_rank_0(lambda: write(state))
+    elif leads():
+        write(_plain_state(model))
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:
@@ -109,17 +101,14 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
         return
     from anybatch.parallel.whole import load_full_state_dict
 
-    state: dict[str, Tensor] | None = None
-    wrong = ""
-    if leads():
-        try:
-            state = _matched(model, read_weights(Path(path)), path)
-            _complete(model, state)
-        except InputError as error:
-            wrong = str(error)
-    if told := exchange(wrong)[0]:
-        raise InputError(told)
-    load_full_state_dict(model, state)
+    state: dict[str, Tensor] = {}
+
+    def read() -> None:
+        state.update(_matched(model, read_weights(Path(path)), path))
+        _complete(model, state)
+
+    from_rank_0(read)
+    load_full_state_dict(model, state if leads() else None)
 
 
 def load_state(model: nn.Module, state: Mapping[str, Any], source: str | os.PathLike[str]) -> None:
@@ -139,9 +128,12 @@ def write_state(state: dict[str, Any], target: Path, as_torch: bool | None = Non
     partial = target.with_name(f".{target.name}.partial")
     if as_torch is None:
         as_torch = target.suffix in TORCH_SUFFIXES
-    writer = _write_torch if as_torch else _write_safetensors
     try:
-        writer(state, partial)
+        if as_torch:
+            with partial.open("wb") as file:
+                torch.save(state, file)
+        else:
+            _write_safetensors(state, partial)
         partial.replace(target)
     except (OSError, SafetensorError, RuntimeError) as error:
         with contextlib.suppress(OSError):
@@ -156,11 +148,6 @@ def write_state(state: dict[str, Any], target: Path, as_torch: bool | None = Non
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
-
-
-def _write_torch(state: dict[str, Any], path: Path) -> None:
-    with path.open("wb") as file:
-        torch.save(state, file)
 
 
 def _write_safetensors(state: dict[str, Any], path: Path) -> None:
