@@ -263,12 +263,11 @@ class _Search:
         fitting: list[Choice] = []
         found: dict[Recompute, int] = {}
         for way in tuple(self.ways):
-            if fitting and SAME_TIME * costs.least_seconds(way) >= costs.seconds(
-                self._best(fitting)
-            ):
+            best = costs.seconds(self._best(fitting)) if fitting else float("inf")
+            if SAME_TIME * costs.least_seconds(way) >= best:
                 continue  # not faster, even with unlimited memory
             with self._dropping():
-                size = largest(way, costs)
+                size = largest(way, costs, bar=best / SAME_TIME)
                 if size is None:
                     continue
                 found[way] = size

@@ -45,7 +45,7 @@ def subsets(
         return []
     if found.get(plain) == costs.sizes.whole:
         return []
-    top = found.get(everything) or largest(everything, costs)
+    top = found.get(everything) or roughly_largest(everything, costs)
     if top is None:
         return []
     chosen: list[Choice] = []
@@ -131,18 +131,25 @@ _CLOSE_ENOUGH = 1.04
 """Bisection stops when the largest micro-batch that fits is known to within this factor."""
 
 
-def largest(way: Recompute, costs: Costs) -> int | None:
-    """The largest micro-batch of `way` that fits; None if the smallest does not."""
+_BEYOND = 1.25
+"""A micro-batch larger than the interpolated one by more than this factor is assumed not to fit."""
+
+
+def largest(way: Recompute, costs: Costs, bar: float = float("inf")) -> int | None:
+    """The largest micro-batch of `way` that fits; None if the smallest does not, or if no step of what
+    is estimated to fit takes less than `bar` seconds."""
     sizes = costs.sizes
 
     def fits(size: int) -> bool:
         return costs.fits(costs.choice(way, size))
 
-    if fits(sizes.whole):
-        return sizes.whole
+    most = roughly_largest(way, costs)
+    if most is None or most == sizes.whole or most < sizes.low:
+        return most
     unit, low, high = sizes.smallest, sizes.low, sizes.whole
-    if not fits(low):
-        return unit if unit < low and fits(unit) else None
+    about = sizes.worth_weighing(min(int(_BEYOND * most), high))
+    if min(costs.seconds(costs.choice(way, size)) for size in about) >= bar:
+        return None
     while sizes.passes(low) > sizes.passes(high - unit) and high > low * _CLOSE_ENOUGH:
         middle = sizes.in_units(_guess(way, low, high, costs))
         middle = min(max(middle, low + unit), sizes.in_units(high - 1))
@@ -150,6 +157,19 @@ def largest(way: Recompute, costs: Costs) -> int | None:
             break
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def roughly_largest(way: Recompute, costs: Costs) -> int | None:
+    """The largest micro-batch of `way` that is estimated to fit, from traces of the smallest and of all
+    samples at once; None if the smallest does not fit."""
+    sizes = costs.sizes
+    whole, low = sizes.whole, sizes.low
+    if costs.fits(costs.choice(way, whole)):
+        return whole
+    if not costs.fits(costs.choice(way, low)):
+        unit = sizes.smallest
+        return unit if unit < low and costs.fits(costs.choice(way, unit)) else None
+    return max(low, sizes.in_units(_guess(way, low, whole, costs)))
 
 
 def _guess(way: Recompute, low: int, high: int, costs: Costs) -> int:
