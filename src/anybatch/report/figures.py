@@ -28,81 +28,69 @@ MAX_MARKS = 12
 # ----------------------------------------------------------------------------------------- memory
 
 
-def memory_parts(plan: Plan) -> list[tuple[str, int, str]]:
-    """(kind, bytes, color) at the predicted peak, largest first. The bytes add up to the peak."""
+def memory_parts(plan: Plan) -> list[tuple[str, int]]:
+    """(kind, bytes) at the predicted peak, largest first. The bytes add up to the peak."""
     if plan.prediction is None:
         return []
     sizes = {kind: size for kind, size in plan.prediction.by_kind.items() if size > 0}
     ordered = sorted(sizes.items(), key=lambda item: -item[1])
-    shown, merged = ordered[: len(KIND_COLORS) - 1], ordered[len(KIND_COLORS) - 1 :]
-    rest = sum(size for _, size in merged)
-    rest += max(0, plan.prediction.peak_bytes - sum(sizes.values()))
-    parts = [(kind, size, KIND_COLORS[i]) for i, (kind, size) in enumerate(shown)]
-    if rest:
-        parts.append(("other" if shown else "all kinds", rest, KIND_COLORS[-1]))
-    return parts
+    shown = ordered[: len(KIND_COLORS) - 1]
+    rest = max(sum(sizes.values()), plan.prediction.peak_bytes) - sum(size for _, size in shown)
+    return [*shown, ("other" if shown else "all kinds", rest)] if rest else shown
 
 
-def memory(plan: Plan, measured_bytes: int | None) -> Figure | None:
+def memory(plan: Plan, measured_bytes: int | None) -> list[Figure]:
     """A figure of the predicted peak by kind, the measured peak, and the budget."""
     parts = memory_parts(plan)
     if not parts and not measured_bytes:
-        return None
+        return []
     budget = plan.budget_bytes or 0
     name = f"{'budget' if plan.enforced else 'free'} {format_bytes(budget)}"
-    largest = max(sum(size for _, size, _ in parts), measured_bytes or 0)
+    predicted = sum(size for _, size in parts)
+    largest = max(predicted, measured_bytes or 0)
     is_shown = 0 < budget <= 5 * largest  # a larger budget would make the bars invisible
     most = max(largest, budget) if is_shown else largest
     scale, unit = byte_scale(most)
     traces: list[Trace] = []
     rows: list[str] = []
     said: list[str] = []
-    end = 0
-    for kind, size, color in parts:
-        traces.append(_bar(kind, len(rows), end / scale, (end + size) / scale, size, color))
-        end += size
     if parts:
         rows.append("predicted")
-        said.append(f"predicted peak {format_bytes(end)}")
+        said.append(f"predicted peak {format_bytes(predicted)}")
+        end = 0
+        for (kind, size), color in zip(parts, KIND_COLORS, strict=False):
+            traces.append(_bar(kind, 0, end / scale, (end + size) / scale, size, color))
+            end += size
     if measured_bytes:
-        size = measured_bytes
-        traces.append(_bar("measured peak", len(rows), 0, size / scale, size, "--ink-2"))
+        end = measured_bytes / scale
+        traces.append(_bar("measured peak", len(rows), 0, end, measured_bytes, "--ink-2"))
         rows.append("measured")
-        said.append(f"measured peak {format_bytes(size)}")
-    if budget:
-        said.append(name)
-    alt = f"{', '.join(said)}."
-    return Figure(
-        *("memory", "Memory", alt[0].upper() + alt[1:], traces),
+        said.append(f"measured peak {format_bytes(measured_bytes)}")
+    alt = ", ".join([*said, name] if budget else said)
+    figure = Figure(
+        *("memory", "Memory", f"{alt[0].upper()}{alt[1:]}.", traces),
         x=Axis(unit, (0, 1.06 * most / scale)),
-        y=_row_axis(rows),
+        y=Axis(range=(len(rows) - 0.5, -0.5), ticks=list(enumerate(rows)), grid=False),
         marks=[Mark("x", budget / scale, "--red", name)] if is_shown else [],
         height=210,
-        legend=False,
     )
+    return [figure]
 
 
 def _bar(name: str, row: int, begin: float, end: float, num_bytes: int, color: str) -> Trace:
-    """One bar of bytes."""
     text = [f"{name}: {format_bytes(num_bytes)}"]
     return Trace(name, [rounded(end)], [row], color, "bars", [rounded(begin)], text)
-
-
-def _row_axis(names: Sequence[str]) -> Axis:
-    """A y axis of rows with these names, the first at the top."""
-    last = max(0, len(names) - 1)
-    return Axis(range=(last + 0.5, -0.5), ticks=list(enumerate(names)), grid=False)
 
 
 # ----------------------------------------------------------------------------------------- curves
 
 
-def loss(record: Record) -> Figure | None:
+def loss(record: Record) -> list[Figure]:
     """A figure of the training loss, raw and smoothed, and the held-out loss."""
     steps, values = record.column("step"), record.column("loss")
     held_out = [(event.step, event.loss) for event in record.evaluations]
     if not len(steps) and not held_out:
-        return None
+        return []
     smoothed = smooth(values)
     traces: list[Trace] = []
     if np.isfinite(values).any():
@@ -125,8 +113,8 @@ def loss(record: Record) -> Figure | None:
             f"The loss was not finite in {len(bad):,} of {len(values):,} steps, first in step"
             f" {int(steps[bad[0]]):,}: the curve has gaps there."
         )
-    marks = _marks(record)
-    return Figure("loss", "Loss", " ".join(said), traces, _steps(record), y_axis, marks, height=340)
+    axes = _steps(record), y_axis
+    return [Figure("loss", "Loss", " ".join(said), traces, *axes, _marks(record), height=340)]
 
 
 def metrics(record: Record) -> list[Figure]:
@@ -258,7 +246,7 @@ def _held_out(points: Sequence[tuple[int, float]]) -> Trace:
 _Weighed = tuple[Choice, int, float, str]  # peak, seconds, reason
 
 
-def candidates(plan: Plan) -> Figure | None:
+def candidates(plan: Plan) -> list[Figure]:
     """A scatter plot of the candidates: peak memory against step time. The selected plan is marked."""
     weighed: list[_Weighed] = [
         (c.choice, c.peak_bytes, c.step_seconds, c.reason)
@@ -266,7 +254,7 @@ def candidates(plan: Plan) -> Figure | None:
         if c.possible and c.peak_bytes is not None
     ]
     if not weighed:
-        return None
+        return []
     chosen, budget = plan.prediction, plan.budget_bytes
     taken: list[_Weighed] = []
     if chosen is not None:
@@ -301,13 +289,14 @@ def candidates(plan: Plan) -> Figure | None:
             ys = [rounded(seconds / per_second) for _, _, seconds, _ in points]
             traces.append(Trace(name, xs, ys, color, "points", text=texts, shape=shape))
     sizes = [size / per_byte for size in (*peaks, budget) if size]
-    return Figure(
+    figure = Figure(
         *("candidates", "Candidates", alt, traces),
         x=_range_axis(f"predicted peak, {byte_unit}", sizes),
         y=_range_axis(f"predicted step, {second_unit}", [time / per_second for time in times]),
         marks=[Mark("x", budget / per_byte, "--red", "budget")] if budget else [],
         height=360,
     )
+    return [figure]
 
 
 def _range_axis(title: str, values: list[float]) -> Axis:
@@ -321,14 +310,14 @@ def _range_axis(title: str, values: list[float]) -> Axis:
 # ---------------------------------------------------------------------------------------- the noise
 
 
-def noise_scale(blocks: Sequence[Block], batch: int, on_average: str = "") -> Figure | None:
+def noise_scale(blocks: Sequence[Block], batch: int, on_average: str = "") -> list[Figure]:
     """A figure of the noise scale in windows of a run, with confidence intervals, and the run's batch,
-    in samples or tokens. None if no window has an estimate. `on_average` is appended to the batch in
+    in samples or tokens; none if no window has an estimate. `on_average` is appended to the batch in
     the description."""
     blocks, unit = in_unit_of_batch(blocks)
     course = windows(blocks)
     if not course:
-        return None
+        return []
     known = [one if one.samples and one.samples > 0 and one.high else None for one in course]
     of_known = [value for one in known if one for value in (one.samples or 0.0, one.high or 0.0)]
     shown = [value for value in (batch, *(one.low for one in course), *of_known) if value > 0]
@@ -353,13 +342,14 @@ def noise_scale(blocks: Sequence[Block], batch: int, on_average: str = "") -> Fi
     if None in known:
         alt += "; where it is open above, only the lower end is known"
     alt += f". The line is the batch, {format_count(batch)} {unit}{on_average}."
-    return Figure(
+    figure = Figure(
         *("noise-scale", "Noise scale", alt, [band, middles]),
         x=Axis("step"),
         y=Axis(f"{unit} (logarithmic)", (low, high), is_log=True),
         marks=[Mark("y", batch, "--amber", "batch")],
         height=320,
     )
+    return [figure]
 
 
 def _interval(scale: NoiseScale, unit: str) -> str:
