@@ -113,7 +113,7 @@ def _sections(plan: Plan, record: Record) -> list[Section]:
     size = mean_batch(plan, in_unit_of_batch(noise)[0])
     batch = lines(plan, noise)
     reason = [] if batch else [unmeasured(plan, record.num_steps)]
-    method = [f"Predicted by: {plan.prediction.method}"] if plan.prediction else []
+    method = plan.prediction.method if plan.prediction else ""
     memory = figures.memory(plan, _measured_peak(record))
     loss, metrics = figures.loss(record), figures.metrics(record)
     if not record.evaluations:
@@ -125,7 +125,11 @@ def _sections(plan: Plan, record: Record) -> list[Section]:
     return [
         Section("Plan", pairs=plan.explain()),
         Section("Notices", _each_once(notices)),
-        Section("Predicted and measured", method, table=_comparisons(plan, record)),
+        Section(
+            "Predicted and measured",
+            [f"Predicted by: {method}"] if method else [],
+            table=_comparisons(plan, record),
+        ),
         Section("Memory", figures=memory, table=_memory_parts(plan)),
         Section("Loss", [] if loss else ["No step was committed."], figures=loss),
         Section("Metrics", scored, figures=metrics),

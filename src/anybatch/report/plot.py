@@ -23,7 +23,6 @@ _CHARACTER, _LINE = 6.6, 18.0  # average width of a character, and height of a l
 _TOP, _RIGHT = 14.0, 14.0
 _ABOVE = 20.0  # height of labels above the plot
 _THIN = 3.0  # bars up to this width have no edge, which would hide them
-_MOST_NAMED = 0.4  # maximum fraction of the width for names of rows
 
 Values: TypeAlias = Sequence[float | None]
 """None is a gap."""
@@ -195,8 +194,6 @@ class _Drawing:
             xs += [*trace.x, *(trace.low if trace.kind == "bars" else ())]
             ys += [*trace.y, *(trace.low if trace.kind == "area" else ())]
         self._x, self._y = _Scale(figure.x, xs), _Scale(figure.y, ys)
-        most = int(_MOST_NAMED * width / _CHARACTER)
-        self._y.ticks = [(part, _shortened(name, most)) for part, name in self._y.ticks]
         widest = max((len(name) for _, name in self._y.ticks), default=0)
         self._left = 12 + _CHARACTER * widest + (_LINE if figure.y.title else 0)
         self._right = width - _RIGHT
@@ -318,11 +315,6 @@ class _Labels:
         if is_free:
             self._taken.append((begin, begin + width))
         return is_free
-
-
-def _shortened(name: str, most: int) -> str:
-    half = most // 2
-    return name if len(name) <= most else f"{name[:half]}…{name[half - most + 1 :]}"
 
 
 def _stairs(points: Sequence[_Point | None]) -> list[_Point | None]:

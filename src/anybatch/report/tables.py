@@ -64,7 +64,8 @@ class Section:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to show."""
-        has_rows = self.table is not None and self.table.rows
+        tables = (self.table, self.more[1] if self.more else None)
+        has_rows = any(table is not None and table.rows for table in tables)
         return not (self.sentences or self.pairs or self.figures or has_rows)
 
 
