@@ -64,7 +64,10 @@ class RandomCrop:
     flip: bool
 
     def __call__(self, image: Image) -> Tensor:
-        pixels = _pixels(image, self.size, self._box(*image.size))
+        from PIL.Image import Resampling
+
+        size, box = (self.size, self.size), self._box(*image.size)
+        pixels = _pixels(image.resize(size, Resampling.BILINEAR, box=box))
         return pixels.flip(2) if self.flip and float(torch.rand(())) < 0.5 else pixels
 
     def _box(self, width: int, height: int) -> tuple[float, float, float, float]:
@@ -90,7 +93,11 @@ class CentreCrop:
     size: int
 
     def __call__(self, image: Image) -> Tensor:
-        return _pixels(image, self.size, centred(*image.size, _CENTRE))
+        from PIL.Image import Resampling
+        from PIL.ImageOps import fit
+
+        size, edge = (self.size, self.size), (1 - _CENTRE) / 2
+        return _pixels(fit(image, size, Resampling.BILINEAR, bleed=edge))
 
 
 class Images(Dataset[tuple[Tensor, int]]):
@@ -178,13 +185,6 @@ def find(folder: Path, held_out: float, seed: int) -> Found:
     return Found(classes, *parts)
 
 
-def centred(width: int, height: int, part: float) -> tuple[float, float, float, float]:
-    """Returns the centered square with `part` of the shorter side: left, top, right, bottom."""
-    side = min(width, height) * part
-    left, top = (width - side) / 2, (height - side) / 2
-    return left, top, left + side, top + side
-
-
 # -------------------------------------------------------------------------------------- the pixels
 
 
@@ -202,13 +202,10 @@ def _in_rgb(image: Image) -> Image:
     return image.convert("RGB")
 
 
-def _pixels(image: Image, size: int, box: tuple[float, float, float, float]) -> Tensor:
-    """Crops `box` from an image and resizes it to `[3, size, size]` uint8."""
+def _pixels(image: Image) -> Tensor:
     import numpy as np
-    from PIL import Image
 
-    scaled = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
-    return torch.from_numpy(np.array(scaled)).permute(2, 0, 1).contiguous()
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
 
 # --------------------------------------------------------------------------------------- the files

@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from textwrap import dedent
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from anybatch.errors import InputError, listed
@@ -189,20 +190,12 @@ def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> A
 
 def _docs(docstring: str) -> dict[str, str]:
     """Returns the entries under `Args:` of a Google style docstring, each joined to one line."""
-    docs: dict[str, str] = {}
     section = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", docstring, re.MULTILINE)
-    entry = re.compile(r"\*{0,2}(\w+)(?: \(.*?\))?: *(.*)")
-    name, first_indent = "", None
-    for line in (section[1] if section else "").splitlines():
-        indent = len(line) - len(line.lstrip())
-        first_indent = indent if first_indent is None else first_indent
-        match = entry.fullmatch(line.strip()) if indent == first_indent else None
-        if match:
-            name = match[1]
-            docs[name] = match[2]
-        elif name and line.strip():
-            docs[name] = f"{docs[name]} {line.strip()}".strip()
-    return docs
+    text = dedent(section[1]) if section else ""
+    entry = r"^\*{0,2}(\w+)(?: \(.*?\))?:(.*(?:\n(?:[ \t].*)?)*)"
+    return {
+        name: " ".join(doc.split()) for name, doc in re.findall(entry, text, flags=re.MULTILINE)
+    }
 
 
 # ------------------------------------------------------------------------------------------ ranges
