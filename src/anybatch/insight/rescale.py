@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -57,8 +57,7 @@ _DEFAULTS: dict[str, dict[str, float]] = {
     "AdamW": {"betas[0]": 0.9, "betas[1]": 0.999, "eps": 1e-8, "weight_decay": 0.01},
 }
 
-
-_COUNTS = ("warmup_steps", "steps")
+_SOURCES = {"warmup_steps": _WARMUP, "steps": ""}
 _WIDTH = 80
 
 
@@ -109,7 +108,7 @@ class BatchChange:
         found: dict[str, Any] = {row.name: row.after for row in self.rows}
         if "betas[0]" in found:
             found["betas"] = found.pop("betas[0]"), found.pop("betas[1]")
-        return {name: value for name, value in found.items() if name not in _COUNTS}
+        return {name: value for name, value in found.items() if name not in _SOURCES}
 
     @property
     def warmup_steps(self) -> int | None:
@@ -182,24 +181,20 @@ def rescale(
     have or that are invalid, and for a batch beyond the range of the square root rule.
     """
     kind = _kind_of(optimizer)
-    given = {
-        "momentum": momentum,
-        "betas[0]": None if betas is None else _pair(betas)[0],
-        "betas[1]": None if betas is None else _pair(betas)[1],
-        "eps": eps,
-        "weight_decay": weight_decay,
-    }
-    absent = [name for name, value in given.items() if value is not None]
-    absent = [name for name in absent if name not in _DEFAULTS[kind]]
+    try:
+        first, second = (None, None) if betas is None else betas
+    except (TypeError, ValueError):
+        raise InputError(f"betas is {betas!r}: give two numbers, such as (0.9, 0.999).") from None
+    given = {"momentum": momentum, "betas[0]": first, "betas[1]": second}
+    given |= {"eps": eps, "weight_decay": weight_decay}
+    given = {name: value for name, value in given.items() if value is not None}
+    absent = [name for name in given if name not in _DEFAULTS[kind]]
     if absent:
         raise InputError(
             f"{absent[0].partition('[')[0]} is given, and {kind} has none: leave it out, or name the"
             " optimizer that was tuned."
         )
-    tuned = {
-        name: default if (value := given[name]) is None else value
-        for name, default in _DEFAULTS[kind].items()
-    }
+    tuned = {**_DEFAULTS[kind], **given}
     counts = {"warmup_steps": warmup_steps, "steps": steps}
     _check(kind, before, after, lr, tuned, counts, averages, noise_scale)
     change = _Change(before, after, averages)
@@ -259,17 +254,11 @@ class _Change:
         ]
 
     def of_counts(self, counts: dict[str, int | None]) -> list[Converted]:
-        sources = {"warmup_steps": _WARMUP, "steps": ""}
+        rule = "the same samples, in whole steps"
         return [
-            Converted(
-                name,
-                count,
-                -(-count * self.before // self.after),
-                "the same samples, in whole steps",
-                sources[name],
-            )
-            for name, count in counts.items()
-            if count is not None
+            Converted(name, n, -(-n * self.before // self.after), rule, _SOURCES[name])
+            for name, n in counts.items()
+            if n is not None
         ]
 
     def average(self, name: str, beta: float) -> Converted:
@@ -303,17 +292,15 @@ def _limits_of_sgd(change: _Change, rows: list[Converted]) -> Iterator[str]:
             " differs is of second order in lr. Early in training it is not the same, hence the"
             " warm-up."
         )
-    steep = [2 * (1 + m) / lr for m, lr in _pairs(momentum, rate)]
+    steep = 2 * (1 + momentum.before) / rate.before, 2 * (1 + momentum.after) / rate.after
     yield (
         "Stable up to a curvature of 2 (1 + momentum) / lr:"
         f" {steep[0]:.4g} before, {steep[1]:.4g} after."
     )
     if momentum.before and change.times != 1:
-        lives = (
-            _in_samples(momentum.before, change.before),
-            _in_samples(momentum.after, change.after),
-        )
-        yield f"The half-life of a gradient in momentum: {lives[0]} samples before, {lives[1]} after."
+        before = _half_life(momentum.before, change.before)
+        after = _half_life(momentum.after, change.after)
+        yield f"The half-life of a gradient in momentum: {before} samples before, {after} after."
 
 
 def _limits_of_adam(change: _Change, rows: list[Converted]) -> Iterator[str]:
@@ -360,11 +347,7 @@ def _figure(value: float) -> str:
     return format_count(value) if isinstance(value, int) else f"{value:.6g}"
 
 
-def _pairs(*rows: Converted) -> list[tuple[float, ...]]:
-    return [tuple(row.before for row in rows), tuple(row.after for row in rows)]
-
-
-def _in_samples(beta: float, batch: int) -> str:
+def _half_life(beta: float, batch: int) -> str:
     """Returns the half-life of an exponential average in samples, as text."""
     return format_count(round(batch * math.log(0.5) / math.log(beta))) if beta else "0"
 
@@ -380,14 +363,6 @@ def _kind_of(optimizer: str | type) -> str:
     return kind
 
 
-def _pair(betas: tuple[float, float]) -> tuple[float, float]:
-    try:
-        first, second = betas
-    except (TypeError, ValueError):
-        raise InputError(f"betas is {betas!r}: give two numbers, such as (0.9, 0.999).") from None
-    return first, second
-
-
 def _check(
     kind: str,
     before: int,
@@ -399,28 +374,28 @@ def _check(
     noise_scale: float | None,
 ) -> None:
     """Raises `InputError` that lists all invalid values."""
-    faults = [
-        f"{name} is {value!r}; it counts samples per step, so give a whole number of at least 1"
-        for name, value in (("before", before), ("after", after))
-        if not _is_count(value, 1)
-    ]
-    faults += [
-        f"{name} is {value!r}; give a whole number of at least 0"
-        for name, value in counts.items()
-        if value is not None and not _is_count(value, 0)
-    ]
-    if not _is_number(lr) or not 0 < lr < math.inf:
-        faults.append(f"lr is {lr!r}; give a number above zero")
+    faults: list[str] = []
+
+    def check(name: str, value: Any, holds: Callable[[Any], bool], wanted: str) -> None:
+        kinds = int if "whole" in wanted else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not holds(value):
+            faults.append(f"{name} is {value!r}; {wanted}")
+
+    for name, value in (("before", before), ("after", after)):
+        wanted = "it counts samples per step, so give a whole number of at least 1"
+        check(name, value, lambda count: count >= 1, wanted)
+    for name, value in counts.items():
+        if value is not None:
+            check(name, value, lambda count: count >= 0, "give a whole number of at least 0")
+    check("lr", lr, lambda rate: 0 < rate < math.inf, "give a number above zero")
     for name, value in tuned.items():
         if name in ("eps", "weight_decay"):
-            if not _is_number(value) or not 0 <= value < math.inf:
-                faults.append(f"{name} is {value!r}; give a number of at least zero")
-        elif not _is_number(value) or not 0 <= value < 1:
-            faults.append(f"{name} is {value!r}; give a number from 0 to below 1")
-    if noise_scale is not None and not (_is_number(noise_scale) and 0 < noise_scale < math.inf):
-        faults.append(
-            f"noise_scale is {noise_scale!r}; it counts samples, so give a number above zero"
-        )
+            check(name, value, lambda one: 0 <= one < math.inf, "give a number of at least zero")
+        else:
+            check(name, value, lambda one: 0 <= one < 1, "give a number from 0 to below 1")
+    if noise_scale is not None:
+        wanted = "it counts samples, so give a number above zero"
+        check("noise_scale", noise_scale, lambda one: 0 < one < math.inf, wanted)
     if averages not in get_args(Averages):
         faults.append(f"averages is {averages!r}; give {listed(get_args(Averages), str(averages))}")
     if not faults and kind == "AdamW" and lr * tuned["weight_decay"] >= 1:
@@ -430,11 +405,3 @@ def _check(
         )
     if faults:
         raise InputError(f"the batch cannot be changed: {'; '.join(faults)}.")
-
-
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -87,24 +88,15 @@ def _bar(name: str, row: int, begin: float, end: float, num_bytes: int, color: s
 
 def loss(record: Record) -> list[Figure]:
     """A figure of the training loss, raw and smoothed, and the held-out loss."""
-    steps, values = record.column("step"), record.column("loss")
+    values = record.column("loss")
     held_out = [(event.step, event.loss) for event in record.evaluations]
-    if not len(steps) and not held_out:
+    if not len(values) and not held_out:
         return []
-    smoothed = smooth(values)
-    traces: list[Trace] = []
-    if np.isfinite(values).any():
-        many = len(steps) > 10
-        raw = ("--blue-faint", 1.0) if many else ("--blue", 2.0)
-        traces.append(_line(steps, values, "training, each step", *raw))
-        if many:
-            traces.append(_line(steps, smoothed, "training, smoothed", "--blue"))
-    said = [_course("Training loss", smoothed)]
-    if held_out:
-        traces.append(_held_out(held_out))
-        said.append(_course("Held-out loss", np.array([value for _, value in held_out])))
-    levels = [*smoothed.tolist(), *(value for _, value in held_out)]
-    levels = [value for value in levels if math.isfinite(value)]
+    traces, said = _scored("loss", record, values, held_out)
+    levels = [y for trace in traces for y in trace.y if y is not None]
+    steps = record.column("step")
+    if len(steps) > 10:
+        traces.insert(0, _line(steps, values, "training, each step", "--blue-faint", 1))
     spans_decades = bool(levels) and min(levels) > 0 and max(levels) / min(levels) > 50
     y_axis = Axis("loss (logarithmic)", is_log=True) if spans_decades else Axis("loss")
     bad = np.flatnonzero(~np.isfinite(values))
@@ -113,8 +105,7 @@ def loss(record: Record) -> list[Figure]:
             f"The loss was not finite in {len(bad):,} of {len(values):,} steps, first in step"
             f" {int(steps[bad[0]]):,}: the curve has gaps there."
         )
-    axes = _steps(record), y_axis
-    return [Figure("loss", "Loss", " ".join(said), traces, *axes, _marks(record), height=340)]
+    return [_over_steps(record, "loss", "Loss", said, traces, y_axis, height=340)]
 
 
 def metrics(record: Record) -> list[Figure]:
@@ -122,20 +113,28 @@ def metrics(record: Record) -> list[Figure]:
     figures = []
     for index, name in enumerate(record.metric_names()[:MAX_METRICS]):
         held_out = [(e.step, e.metrics[name]) for e in record.evaluations if name in e.metrics]
-        training = record.metric(name)
-        traces, said = [], []
-        if np.isfinite(training).any():
-            training = smooth(training)
-            traces.append(_line(record.column("step"), training, "training, smoothed", "--blue"))
-            said.append(_course(f"Training {name}", training))
-        if held_out:
-            traces.append(_held_out(held_out))
-            values = np.array([value for _, value in held_out])
-            said.append(_course(f"Held-out {name}", values))
-        axes = _steps(record), Axis()
-        figure = Figure(f"metric-{index}", name, " ".join(said), traces, *axes, _marks(record))
-        figures.append(figure)
+        traces, said = _scored(name, record, record.metric(name), held_out)
+        figures.append(_over_steps(record, f"metric-{index}", name, said, traces))
     return figures
+
+
+def _scored(
+    name: str, record: Record, values: Floats, held_out: Sequence[tuple[int, float]]
+) -> tuple[list[Trace], list[str]]:
+    """Curves, and sentences about them, of a loss or metric in training and on held-out samples."""
+    traces: list[Trace] = []
+    said: list[str] = []
+    if len(values) and (name == "loss" or np.isfinite(values).any()):
+        smoothed = smooth(values)
+        traces.append(_line(record.column("step"), smoothed, "training, smoothed", "--blue"))
+        said.append(_course(f"Training {name}", smoothed))
+    if held_out:
+        steps, scores = (np.array(each, dtype=np.float64) for each in zip(*held_out, strict=True))
+        trace = _line(steps, scores, "held-out", "--amber")
+        few = trace.kind == "line" and len(trace.x) <= 60
+        traces.append(replace(trace, kind="line and points") if few else trace)
+        said.append(_course(f"Held-out {name}", scores))
+    return traces, said
 
 
 WORTH_TELLING = 0.01
@@ -175,8 +174,8 @@ def optimisation(record: Record) -> list[Figure]:
         rate = record.column("learning_rate")
         traces = [_line(record.column("step"), rate, "learning rate", "--rose")]
         alt = f"From {rate[0]:.3g} to {rate[-1]:.3g}, at most {rate.max():.3g}."
-        axes = _steps(record), Axis(from_zero=True)
-        figures.append(Figure("learning-rate", "Learning rate", alt, traces, *axes))
+        y_axis = Axis(from_zero=True)
+        figures.append(_over_steps(record, "learning-rate", "Learning rate", [alt], traces, y_axis))
     norm = record.column("grad_norm")
     if np.isfinite(norm).any():
         title = "Gradient norm before clipping"
@@ -205,40 +204,39 @@ def _curve(
         top = rounded(1.3 * float(np.quantile(finite, 0.98)))
         top = top if top and float(finite.max()) > 2 * top else None
     y_axis = Axis(unit, (0, top) if top else None, from_zero=True)
-    axes = _steps(record), y_axis
-    return Figure(name, title, alt, traces, *axes, marks=_marks(record), legend=False)
+    return _over_steps(record, name, title, [alt], traces, y_axis, legend=False)
 
 
-def _steps(record: Record) -> Axis:
-    steps = record.column("step")
-    if len(steps) != 1:
-        return Axis("step")
-    only = int(steps[0])
-    return Axis("step", (only - 1, only + 1), [(only, f"{only:,}")])
-
-
-def _marks(record: Record) -> list[Mark]:
-    """Marks at steps where the plan changed, or where memory ran out without a new plan."""
+def _over_steps(
+    record: Record,
+    name: str,
+    title: str,
+    said: Sequence[str],
+    traces: Sequence[Trace],
+    y_axis: Axis | None = None,
+    height: float = 280,
+    legend: bool = True,
+) -> Figure:
+    """A figure over the steps of a run, with marks where the plan changed or memory ran out."""
     found: dict[int, Mark] = {}
     for event in record.others:
         if isinstance(event, OutOfMemory):
             found[event.step] = Mark("x", event.step, "--red", "out of memory", dotted=True)
         elif isinstance(event, Replanned):
             found[event.step] = Mark("x", event.step, "--ink-2", "new plan", dotted=True)
-    return list(found.values())[:MAX_MARKS]
+    x_axis = Axis("step")
+    if record.num_steps == 1:
+        only = int(record.column("step")[0])
+        x_axis = Axis("step", (only - 1, only + 1), [(only, f"{only:,}")])
+    marks = list(found.values())[:MAX_MARKS]
+    axes = x_axis, y_axis or Axis()
+    return Figure(name, title, " ".join(said), traces, *axes, marks, height, legend)
 
 
 def _line(xs: Floats, ys: Floats, name: str, color: str, width: float = 2) -> Trace:
     xs, ys = thin(xs, ys)
     kind: Literal["line", "points"] = "line" if len(xs) > 1 else "points"
     return Trace(name, [int(x) for x in xs], [rounded(y) for y in ys], color, kind, width=width)
-
-
-def _held_out(points: Sequence[tuple[int, float]]) -> Trace:
-    steps, values = zip(*points, strict=True)
-    xs, ys = thin(np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64))
-    kind: Literal["line", "line and points"] = "line and points" if len(xs) <= 60 else "line"
-    return Trace("held-out", [int(x) for x in xs], [rounded(y) for y in ys], "--amber", kind)
 
 
 # ------------------------------------------------------------------------------------- candidates

@@ -21,6 +21,7 @@ from anybatch.insight.noise_text import lines, mean_batch, unmeasured
 from anybatch.plans import Plan
 from anybatch.process.files import write_whole
 from anybatch.report import figures
+from anybatch.report.choice_table import table_of
 from anybatch.report.log import iterate
 from anybatch.report.plot import draw
 from anybatch.report.record import Record
@@ -33,7 +34,7 @@ from anybatch.report.sentences import (
     scores,
     severity,
 )
-from anybatch.report.tables import Content, Section, Table, Tag
+from anybatch.report.tables import Section, Table, Tag
 from anybatch.report.terminal import comparison_table
 from anybatch.units import format_bytes, format_count, format_seconds
 
@@ -120,7 +121,9 @@ def _sections(plan: Plan, record: Record) -> list[Section]:
         scored = ["No held-out samples were evaluated."]
     else:
         scored = [] if metrics else ["The task has no metrics besides its loss."]
-    candidates, rejected = figures.candidates(plan), _rejected(plan)
+    compared = table_of(plan, plan.rejected)
+    reasons = [[*row, c.reason] for row, c in zip(compared.rows, plan.rejected, strict=True)]
+    rejected = Table([*compared.columns, ("reason", "words")], reasons)
     notices = [*plan.notices, *(notice for start in record.starts for notice in start.notices)]
     return [
         Section("Plan", pairs=plan.explain()),
@@ -144,7 +147,11 @@ def _sections(plan: Plan, record: Record) -> list[Section]:
             figures.noise_scale(noise, size, " on average" if plan.task.batch_rule else ""),
         ),
         Section("Events", table=_events(record)),
-        Section("Candidates", figures=candidates, more=("All candidates not taken", rejected)),
+        Section(
+            "Candidates",
+            figures=figures.candidates(plan),
+            more=("All candidates not taken", rejected),
+        ),
         Section("How it was run", pairs=_how_it_was_run(record)),
     ]
 
@@ -253,30 +260,6 @@ def _event_row(event: Event, begin: float) -> tuple[str, ...]:
         Tag(event.kind.replace("_", " "), severity(event)),
         describe(event),
     )
-
-
-def _rejected(plan: Plan) -> Table:
-    columns: list[tuple[str, Content]] = [
-        ("micro-batch", "number"),
-        ("precision", "words"),
-        ("recompute", "words"),
-        ("predicted peak", "number"),
-        ("predicted step", "number"),
-        ("reason", "words"),
-    ]
-    cells = [
-        (
-            format_count(candidate.choice.micro_batch),
-            candidate.choice.precision,
-            candidate.choice.recompute.describe()
-            + (", loss in chunks" if candidate.choice.chunked_head else ""),
-            "" if candidate.peak_bytes is None else format_bytes(candidate.peak_bytes),
-            format_seconds(candidate.step_seconds),
-            candidate.reason,
-        )
-        for candidate in plan.rejected
-    ]
-    return Table(columns, cells)
 
 
 def _how_it_was_run(record: Record) -> list[tuple[str, str]]:
