@@ -204,26 +204,21 @@ def _comparisons(plan: Plan, record: Record) -> Table:
         steps=0,
         samples_seen=0,
         seconds=0.0,
-        step_seconds=None,
-        predicted_peak_bytes=None,
+        step_seconds=median,
+        predicted_peak_bytes=told and told.peak_bytes,
         measured_peak_bytes=0,
-        predicted_step_seconds=None,
+        predicted_step_seconds=told and told.step_seconds,
         budget_bytes=None,
         finished=False,
         data_seconds=(median or 0.0) - float(np.median(seconds - waited)) if len(seconds) else 0.0,
     )
-    rows = compare(
-        dataclasses.replace(
-            ended,
-            predicted_peak_bytes=ended.predicted_peak_bytes or (told.peak_bytes if told else None),
-            measured_peak_bytes=_measured_peak(record) or 0,
-            budget_bytes=plan.budget_bytes,
-            predicted_step_seconds=ended.predicted_step_seconds
-            or (told.step_seconds if told else None),
-            step_seconds=ended.step_seconds or median,
-        )
+    over_all_starts = dataclasses.replace(
+        ended,
+        measured_peak_bytes=_measured_peak(record) or 0,
+        budget_bytes=plan.budget_bytes,
+        step_seconds=ended.step_seconds or median,
     )
-    return comparison_table(rows)
+    return comparison_table(compare(over_all_starts))
 
 
 def _memory_parts(plan: Plan) -> Table:
