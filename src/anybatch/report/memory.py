@@ -131,16 +131,12 @@ def layers(rows: Sequence[Row], ledger: Ledger, width: int | None = None) -> Tab
         [
             "  " * row.depth + row.name,
             *((row.type_name, row.output) if is_wide else ()),
-            *(_or_empty(row.sizes[i]) for _, i in parts),
+            *(format_bytes(size) if (size := row.sizes[i]) else "" for _, i in parts),
             format_bytes(row.total_bytes),
         ]
         for row in (*rows, total)
     ]
     return Table(columns, cells)
-
-
-def _or_empty(num_bytes: int) -> str:
-    return format_bytes(num_bytes) if num_bytes else ""
 
 
 def _kinds(ledger: Ledger) -> Table:

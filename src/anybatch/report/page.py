@@ -157,7 +157,6 @@ def _sections(plan: Plan, record: Record) -> list[Section]:
 
 
 def _tiles(plan: Plan, record: Record) -> list[tuple[str, str, str]]:
-    """The key figures of the run."""
     tiles: list[tuple[str, str, str]] = []
     if record.evaluations:
         last = record.evaluations[-1]

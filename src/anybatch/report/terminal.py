@@ -29,7 +29,9 @@ def print_plan(console: Console, plan: Plan, why: bool = False) -> None:
     lines = plan.explain()
     if plan.prediction is not None and plan.prediction.by_kind:
         place = 1 + next(i for i, (what, _) in enumerate(lines) if what.endswith(" peak"))
-        lines.insert(place, ("at the peak", _by_kind(plan.prediction.by_kind)))
+        sizes = sorted(plan.prediction.by_kind.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sizes if size)
+        lines.insert(place, ("at the peak", parts))
     points = with_plan(plan) if len(plan.frontier) > 1 else []
     shown = _spread(points, [is_taken(point, plan) for point in points])
     hidden = len(points) - len(shown)
@@ -97,11 +99,6 @@ def print_evaluation(
     print_sections(console, sections)
 
 
-def _by_kind(num_bytes: Mapping[str, int]) -> str:
-    largest_first = sorted(num_bytes.items(), key=lambda item: -item[1])
-    return ", ".join(f"{kind} {format_bytes(size)}" for kind, size in largest_first if size)
-
-
 # ------------------------------------------------------------------------------------- candidates
 
 
@@ -151,11 +148,12 @@ def _outcome(
     steps = format_count(ended.steps)
     if started.total_steps is not None and started.total_steps != ended.steps:
         steps += f" of {format_count(started.total_steps)}"
+    left_out = f", {ended.num_skipped:,} of them left out" if ended.num_skipped else ""
     why = "finished" if ended.finished else f"stopped: {ended.reason or 'no reason given'}"
     lines = [
         ("task", str(started.task)),
         ("steps", f"{steps}, {why}"),
-        ("samples", _samples(ended)),
+        ("samples", f"{format_count(ended.samples_seen)}{left_out}"),
         ("time", format_seconds(ended.seconds)),
     ]
     if ended.samples_per_second:
@@ -173,11 +171,6 @@ def _outcome(
             )
         )
     return lines
-
-
-def _samples(ended: RunEnded) -> str:
-    taken = format_count(ended.samples_seen)
-    return f"{taken}, {ended.num_skipped:,} of them left out" if ended.num_skipped else taken
 
 
 def comparison_table(rows: Iterable[Comparison]) -> Table:
