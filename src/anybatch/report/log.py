@@ -14,7 +14,6 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from anybatch.errors import InputError, StopTraining
@@ -60,12 +59,7 @@ class EventLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
 

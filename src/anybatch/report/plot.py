@@ -224,12 +224,12 @@ class _Drawing:
 
     def _axes(self) -> Iterator[str]:
         x_axis, y_axis = self._figure.x, self._figure.y
-        named = _Labels()
+        named: list[tuple[float, float]] = []
         for part, name in self._x.ticks:
             x = self._across(part)
             if x_axis.grid:
                 yield _path([(x, self._top), (x, self._bottom)], "--grid", 1)
-            if named.have_room(x, name, "middle"):
+            if _has_room(named, x, name, "middle"):
                 yield _text(x, self._bottom + _LINE - 2, name, "middle")
         for part, name in self._y.ticks:
             y = self._up(part)
@@ -284,7 +284,7 @@ class _Drawing:
         ]
 
     def _marks(self) -> Iterator[str]:
-        named = _Labels()
+        named: list[tuple[float, float]] = []
         for mark in self._figure.marks:
             part = (self._x if mark.axis == "x" else self._y).part(mark.value)
             if part is None:
@@ -296,25 +296,18 @@ class _Drawing:
                 y, anchor = self._up(part), "end"
                 line, label = [(self._left, y), (self._right, y)], (self._right, y - 5)
             yield _path(line, mark.color, 1.5, mark.dotted)
-            if mark.text and (mark.axis == "y" or named.have_room(label[0], mark.text, anchor)):
+            if mark.text and (mark.axis == "y" or _has_room(named, label[0], mark.text, anchor)):
                 yield _text(*label, mark.text, anchor)
 
 
-@final
-class _Labels:
-    """Positions of the labels on one line, which must not overlap."""
-
-    def __init__(self) -> None:
-        self._taken: list[tuple[float, float]] = []
-
-    def have_room(self, x: float, text: str, anchor: str) -> bool:
-        """Whether `text` fits at `x`. If it does, the space is reserved."""
-        width = _CHARACTER * (len(text) + 1)
-        begin = x - width * {"start": 0.0, "middle": 0.5, "end": 1.0}[anchor]
-        is_free = all(begin >= end or begin + width <= other for other, end in self._taken)
-        if is_free:
-            self._taken.append((begin, begin + width))
-        return is_free
+def _has_room(named: list[tuple[float, float]], x: float, text: str, anchor: str) -> bool:
+    """Whether `text` fits at `x`, beside the labels at `named`, to which it is added then."""
+    width = _CHARACTER * (len(text) + 1)
+    begin = x - width * {"start": 0.0, "middle": 0.5, "end": 1.0}[anchor]
+    is_free = all(begin >= end or begin + width <= other for other, end in named)
+    if is_free:
+        named.append((begin, begin + width))
+    return is_free
 
 
 def _stairs(points: Sequence[_Point | None]) -> list[_Point | None]:
