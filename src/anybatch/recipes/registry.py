@@ -270,7 +270,6 @@ def _module_name(file: Path) -> str:
 
 
 def _short_traceback(error: BaseException, file: Path) -> str:
-    """Formats the traceback with only the frames of the user's file and its neighboring files."""
     summary = traceback.TracebackException.from_exception(error)
     frames = [frame for frame in summary.stack if _is_own(Path(frame.filename), file)]
     lines = ["Traceback (the frames of your files only):\n"] if frames else []

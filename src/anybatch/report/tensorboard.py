@@ -303,7 +303,6 @@ def _plan_as_text(plan: Mapping[str, Any]) -> str:
 
 
 def _table(rows: list[tuple[str, str]]) -> str:
-    """A Markdown table with two columns."""
     cells = [f"| {what} | {how.translate(_IN_A_TABLE)} |" for what, how in rows]
     return "\n".join(["| | |", "| --- | --- |", *cells])
 
