@@ -142,9 +142,9 @@ def _is_no_number(runs: Runs, norms: Sequence[str]) -> str | None:
             f"The loss of all {runs.sample.size} samples is {loss}, and of none of them by itself."
         )
     return (
-        f"The loss is {loss}. Of the samples, {runs.sample.name_of(bad)} is the first whose loss by"
-        f" itself is no number ({numbers[bad]}): look there for missing values, a division by zero, or"
-        " the logarithm of zero."
+        f"The loss is {loss}. Of the samples, sample {int(runs.sample.order[bad])} of the training data"
+        f" is the first whose loss by itself is no number ({numbers[bad]}): look there for missing"
+        " values, a division by zero, or the logarithm of zero."
     )
 
 
@@ -209,7 +209,7 @@ def _is_of_collate(runs: Runs) -> bool:
     """Whether samples that are collated separately differ in values, not only in padding."""
     size = runs.pieces[0]
     with suppress(DataError):
-        cut = runs.sample.collated_once().cut([size], runs.dtype)
+        cut = replace(runs.sample, once=True).cut([size], runs.dtype)
         return differs(next(cut), next(runs.sample.cut([size], runs.dtype)))
     return False
 
@@ -217,7 +217,7 @@ def _is_of_collate(runs: Runs) -> bool:
 def _fault_is_of_padding(runs: Runs, tolerance: float) -> bool:
     """Whether pieces that are sliced from the whole batch agree with it, unlike those that are collated
     separately."""
-    once = replace(runs, sample=runs.sample.collated_once())
+    once = replace(runs, sample=replace(runs.sample, once=True))
     with suppress(DataError):  # a batch whose samples are not known cannot be sliced
         return once.deviation_when(()) <= tolerance
     return False
