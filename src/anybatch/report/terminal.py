@@ -33,7 +33,7 @@ def print_plan(console: Console, plan: Plan, why: bool = False) -> None:
         parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sizes if size)
         lines.insert(place, ("at the peak", parts))
     points = with_plan(plan) if len(plan.frontier) > 1 else []
-    shown = _spread(points, [is_taken(point, plan) for point in points])
+    shown = _spread(plan, points)
     hidden = len(points) - len(shown)
     more = f" {hidden} more lie between them." if hidden else ""
     best = f"The best trade-offs, leanest first: nothing else is both smaller and faster.{more}"
@@ -120,16 +120,11 @@ def _telling(plan: Plan) -> str:
     return f"{name}: {candidate.reason.rstrip('.')}."
 
 
-def _spread(
-    points: Sequence[FrontierPoint], kept: Sequence[bool], most: int = 5
-) -> list[FrontierPoint]:
-    """About `most` of the points: both ends, those in `kept`, and some between them."""
+def _spread(plan: Plan, points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
+    """Both ends of `points`, three between them, and the choice of `plan`."""
     last = len(points) - 1
-    chosen = (
-        {round(last * i / (most - 1)) for i in range(most)} if last >= most else {*range(last + 1)}
-    )
-    chosen |= {number for number, keep in enumerate(kept) if keep}
-    return [points[number] for number in sorted(chosen)]
+    spread = {round(last * i / 4) for i in range(5)}
+    return [one for i, one in enumerate(points) if i in spread or is_taken(one, plan)]
 
 
 def _impossible(plan: Plan) -> Iterator[str]:
