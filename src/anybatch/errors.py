@@ -151,7 +151,7 @@ def listed(names: Iterable[object], meant: str = "") -> str:
     return f"{', '.join(quoted[:-1])} or {quoted[-1]}"
 
 
-def some(names: Sequence[str], most: int = 3) -> str:
+def some(names: Sequence[object], most: int = 3) -> str:
     """The first `most` names, quoted, and the number of remaining ones: `'a', 'b', 'c' and 4 more`."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(map(repr, names[:most])) + more

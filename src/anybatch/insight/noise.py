@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import NormalDist
 
-from anybatch.insight.noise_series import Block, joined, total
+from anybatch.insight.noise_series import Block, cut, joined, total
 
 LEAST_STEPS = 10
 """Minimum number of steps, and of blocks, for an estimate."""
@@ -121,7 +121,7 @@ def windows(blocks: Sequence[Block]) -> list[NoiseScale]:
     increases, since gradients decrease."""
     num_steps = sum(block.num_steps for block in blocks)
     most = min(_MOST_WINDOWS, num_steps // _WINDOW_STEPS, len(blocks) // LEAST_STEPS)
-    return [found for part in _cut(blocks, max(1, most)) if (found := scale_of(part))]
+    return [found for part in cut(blocks, max(1, most)) if (found := scale_of(part))]
 
 
 def latest(blocks: Sequence[Block]) -> NoiseScale | None:
@@ -136,11 +136,6 @@ def latest(blocks: Sequence[Block]) -> NoiseScale | None:
         begin -= 1
         there += blocks[begin].num_steps
     return scale_of(blocks[begin:])
-
-
-def _cut(blocks: Sequence[Block], count: int) -> list[Sequence[Block]]:
-    edges = [len(blocks) * i // count for i in range(count + 1)]
-    return [blocks[begin:end] for begin, end in pairwise(edges)]
 
 
 def _interval(

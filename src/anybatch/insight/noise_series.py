@@ -151,9 +151,13 @@ def in_unit_of_batch(blocks: Sequence[Block]) -> tuple[Sequence[Block], str]:
 def joined(blocks: Sequence[Block], count: int) -> list[Block]:
     """Merges `blocks` into `count` groups of nearly equal size; returns all of them if there are
     fewer."""
-    count = min(count, len(blocks))
-    edges = [len(blocks) * i // count for i in range(count + 1)] if count else [0]
-    return [total(blocks[begin:end]) for begin, end in pairwise(edges)]
+    return [total(part) for part in cut(blocks, min(count, len(blocks)))]
+
+
+def cut(blocks: Sequence[Block], count: int) -> list[Sequence[Block]]:
+    """Divides `blocks` into `count` consecutive parts of nearly equal size."""
+    edges = [len(blocks) * i // count for i in range(count + 1)] if count else []
+    return [blocks[begin:end] for begin, end in pairwise(edges)]
 
 
 def total(blocks: Sequence[Block]) -> Block:

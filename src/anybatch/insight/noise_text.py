@@ -77,7 +77,6 @@ def samples_of(batch: float, scale: float) -> float:
 
 
 def _verdict(batch: int, scale: float, unit: str) -> str:
-    """Returns the cost of a batch, and whether a larger one would be better."""
     steps, samples = steps_of(batch, scale), samples_of(batch, scale)
     if not scale:
         return "the minimum of steps: a larger one would not save any"

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from anybatch.errors import InputError, listed
@@ -56,9 +56,6 @@ _DEFAULTS: dict[str, dict[str, float]] = {
     "Adam": {"betas[0]": 0.9, "betas[1]": 0.999, "eps": 1e-8, "weight_decay": 0.0},
     "AdamW": {"betas[0]": 0.9, "betas[1]": 0.999, "eps": 1e-8, "weight_decay": 0.01},
 }
-
-
-_COUNTS = ("warmup_steps", "steps")
 _WIDTH = 80
 
 
@@ -109,7 +106,9 @@ class BatchChange:
         found: dict[str, Any] = {row.name: row.after for row in self.rows}
         if "betas[0]" in found:
             found["betas"] = found.pop("betas[0]"), found.pop("betas[1]")
-        return {name: value for name, value in found.items() if name not in _COUNTS}
+        return {
+            name: value for name, value in found.items() if name not in ("warmup_steps", "steps")
+        }
 
     @property
     def warmup_steps(self) -> int | None:
@@ -182,165 +181,143 @@ def rescale(
     have or that are invalid, and for a batch beyond the range of the square root rule.
     """
     kind = _kind_of(optimizer)
-    given = {
-        "momentum": momentum,
-        "betas[0]": None if betas is None else _pair(betas)[0],
-        "betas[1]": None if betas is None else _pair(betas)[1],
-        "eps": eps,
-        "weight_decay": weight_decay,
-    }
-    absent = [name for name, value in given.items() if value is not None]
-    absent = [name for name in absent if name not in _DEFAULTS[kind]]
+    try:
+        first, second = (None, None) if betas is None else betas
+    except (TypeError, ValueError):
+        raise InputError(f"betas is {betas!r}: give two numbers, such as (0.9, 0.999).") from None
+    given = {"momentum": momentum, "betas[0]": first, "betas[1]": second}
+    given |= {"eps": eps, "weight_decay": weight_decay}
+    given = {name: value for name, value in given.items() if value is not None}
+    absent = [name for name in given if name not in _DEFAULTS[kind]]
     if absent:
         raise InputError(
             f"{absent[0].partition('[')[0]} is given, and {kind} has none: leave it out, or name the"
             " optimizer that was tuned."
         )
-    tuned = {
-        name: default if (value := given[name]) is None else value
-        for name, default in _DEFAULTS[kind].items()
-    }
+    tuned = {**_DEFAULTS[kind], **given}
     counts = {"warmup_steps": warmup_steps, "steps": steps}
     _check(kind, before, after, lr, tuned, counts, averages, noise_scale)
-    change = _Change(before, after, averages)
-    rows = change.of_sgd(lr, tuned) if kind == "SGD" else change.of_adam(kind, lr, tuned)
-    rows += change.of_counts(counts)
-    limits = [*_limits_of_sgd(change, rows)] if kind == "SGD" else [*_limits_of_adam(change, rows)]
-    limits += _limits_of_noise(change, kind, noise_scale)
-    return BatchChange(kind, before, after, tuple(rows), tuple(limits))
+    change = BatchChange(kind, before, after, (), ())
+    if kind == "SGD":
+        rows = _rows_of_sgd(change, averages, lr, tuned)
+    else:
+        rows = _rows_of_adam(change, averages, lr, tuned)
+    rows += [
+        Converted(name, n, -(-n * before // after), "the same samples, in whole steps", source)
+        for name, n, source in (("warmup_steps", warmup_steps, _WARMUP), ("steps", steps, ""))
+        if n is not None
+    ]
+    change = replace(change, rows=tuple(rows))
+    limits = _limits_of_sgd(change) if kind == "SGD" else _limits_of_adam(change, averages)
+    return replace(change, limits=(*limits, *_limits_of_noise(change, noise_scale)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """The conversion rules."""
-
-    before: int
-    after: int
-    averages: Averages
-
-    @property
-    def times(self) -> float:
-        return self.after / self.before
-
-    def of_sgd(self, lr: float, tuned: dict[str, float]) -> list[Converted]:
-        momentum = tuned["momentum"]
-        if momentum and self.averages == "half-life":
-            average = self.average("momentum", momentum)
-            # The step length for a constant gradient, lr / (1 - momentum), becomes k times as long.
-            rate = self.times * lr * (1 - average.after) / (1 - momentum)
-            rule = "k * lr * (1 - momentum') / (1 - momentum): a step goes k times as far"
-        else:
-            average = Converted("momentum", momentum, momentum, "kept", _GOYAL)
-            rate, rule = self.times * lr, "k * lr"
-        decay = tuned["weight_decay"]
-        return [
-            Converted("lr", lr, rate, rule, _GOYAL),
-            average,
-            Converted("weight_decay", decay, decay, "kept: it is part of the loss", _GOYAL),
-        ]
-
-    def of_adam(self, kind: str, lr: float, tuned: dict[str, float]) -> list[Converted]:
-        root = math.sqrt(self.times)
-        rate = lr * root
-        betas = [self.average(name, tuned[name]) for name in ("betas[0]", "betas[1]")]
-        eps, decay = tuned["eps"], tuned["weight_decay"]
-        if kind == "Adam":
-            last = Converted("weight_decay", decay, decay, "kept: it is part of the loss")
-        else:
-            # 1 - (1 - lr * decay) ** k, without cancellation.
-            shrunk = -math.expm1(self.times * math.log1p(-lr * decay))
-            rule = "1 - (1 - lr * decay) ** k over the new lr: the same decay over the same samples"
-            last = Converted("weight_decay", decay, shrunk / rate, rule, _WANG)
-        return [
-            Converted("lr", lr, rate, "lr * sqrt(k)", _MALLADI),
-            *betas,
-            Converted("eps", eps, eps / root, "eps / sqrt(k)", _MALLADI),
-            last,
-        ]
-
-    def of_counts(self, counts: dict[str, int | None]) -> list[Converted]:
-        sources = {"warmup_steps": _WARMUP, "steps": ""}
-        return [
-            Converted(
-                name,
-                count,
-                -(-count * self.before // self.after),
-                "the same samples, in whole steps",
-                sources[name],
-            )
-            for name, count in counts.items()
-            if count is not None
-        ]
-
-    def average(self, name: str, beta: float) -> Converted:
-        """Converts an exponential average that decays by the factor `beta` in each step."""
-        if self.averages == "kept" or beta == 0:
-            return Converted(name, beta, beta, "kept")
-        if self.averages == "half-life":
-            rule = "beta ** k: the same half-life in samples"
-            return Converted(name, beta, beta**self.times, rule, _BUSBRIDGE)
-        after = 1 - self.times * (1 - beta)
-        if after < 1e-9:  # with a tolerance for the rounding of 1 - beta
-            raise InputError(
-                f"{name} is {beta:g}, which has no counterpart at {self.times:.4g} times the batch: the"
-                f" square root rule makes it 1 - k (1 - beta), and ends before k is"
-                f" {1 / (1 - beta):.4g}, {format_count(self._last(beta))} samples. Give a batch up to"
-                " that; or averages='half-life', which makes it beta ** k and has no end; or"
-                " averages='kept'."
-            )
-        return Converted(name, beta, after, "1 - k * (1 - beta)", _MALLADI)
-
-    def _last(self, beta: float) -> int:
-        """Returns the largest batch for which the square root rule can convert `beta`."""
-        return max(self.before, math.ceil(self.before / (1 - beta) - 1e-6) - 1)
+def _rows_of_sgd(
+    change: BatchChange, averages: Averages, lr: float, tuned: dict[str, float]
+) -> list[Converted]:
+    momentum = tuned["momentum"]
+    if momentum and averages == "half-life":
+        average = _average(change, averages, "momentum", momentum)
+        # The step length for a constant gradient, lr / (1 - momentum), becomes k times as long.
+        rate = change.times * lr * (1 - average.after) / (1 - momentum)
+        rule = "k * lr * (1 - momentum') / (1 - momentum): a step goes k times as far"
+    else:
+        average = Converted("momentum", momentum, momentum, "kept", _GOYAL)
+        rate, rule = change.times * lr, "k * lr"
+    decay = tuned["weight_decay"]
+    return [
+        Converted("lr", lr, rate, rule, _GOYAL),
+        average,
+        Converted("weight_decay", decay, decay, "kept: it is part of the loss", _GOYAL),
+    ]
 
 
-def _limits_of_sgd(change: _Change, rows: list[Converted]) -> Iterator[str]:
-    rate, momentum = rows[0], rows[1]
+def _rows_of_adam(
+    change: BatchChange, averages: Averages, lr: float, tuned: dict[str, float]
+) -> list[Converted]:
+    root = math.sqrt(change.times)
+    rate = lr * root
+    betas = [_average(change, averages, name, tuned[name]) for name in ("betas[0]", "betas[1]")]
+    eps, decay = tuned["eps"], tuned["weight_decay"]
+    if change.optimizer == "Adam":
+        last = Converted("weight_decay", decay, decay, "kept: it is part of the loss")
+    else:
+        # 1 - (1 - lr * decay) ** k, without cancellation.
+        shrunk = -math.expm1(change.times * math.log1p(-lr * decay))
+        rule = "1 - (1 - lr * decay) ** k over the new lr: the same decay over the same samples"
+        last = Converted("weight_decay", decay, shrunk / rate, rule, _WANG)
+    return [
+        Converted("lr", lr, rate, "lr * sqrt(k)", _MALLADI),
+        *betas,
+        Converted("eps", eps, eps / root, "eps / sqrt(k)", _MALLADI),
+        last,
+    ]
+
+
+def _average(change: BatchChange, averages: Averages, name: str, beta: float) -> Converted:
+    """Converts an exponential average that decays by the factor `beta` in each step."""
+    if averages == "kept" or beta == 0:
+        return Converted(name, beta, beta, "kept")
+    if averages == "half-life":
+        rule = "beta ** k: the same half-life in samples"
+        return Converted(name, beta, beta**change.times, rule, _BUSBRIDGE)
+    after = 1 - change.times * (1 - beta)
+    if after < 1e-9:  # with a tolerance for the rounding of 1 - beta
+        last = max(change.before, math.ceil(change.before / (1 - beta) - 1e-6) - 1)
+        raise InputError(
+            f"{name} is {beta:g}, which has no counterpart at {change.times:.4g} times the batch: the"
+            f" square root rule makes it 1 - k (1 - beta), and ends before k is"
+            f" {1 / (1 - beta):.4g}, {format_count(last)} samples. Give a batch up to"
+            " that; or averages='half-life', which makes it beta ** k and has no end; or"
+            " averages='kept'."
+        )
+    return Converted(name, beta, after, "1 - k * (1 - beta)", _MALLADI)
+
+
+def _limits_of_sgd(change: BatchChange) -> Iterator[str]:
+    rate, momentum = change.rows[:2]
     if change.times > 1:
         yield (
             "One step equals k small ones as far as the gradient is the same at all of them; what"
             " differs is of second order in lr. Early in training it is not the same, hence the"
             " warm-up."
         )
-    steep = [2 * (1 + m) / lr for m, lr in _pairs(momentum, rate)]
+    steep = 2 * (1 + momentum.before) / rate.before, 2 * (1 + momentum.after) / rate.after
     yield (
         "Stable up to a curvature of 2 (1 + momentum) / lr:"
         f" {steep[0]:.4g} before, {steep[1]:.4g} after."
     )
     if momentum.before and change.times != 1:
-        lives = (
-            _in_samples(momentum.before, change.before),
-            _in_samples(momentum.after, change.after),
-        )
-        yield f"The half-life of a gradient in momentum: {lives[0]} samples before, {lives[1]} after."
+        before = _half_life(momentum.before, change.before)
+        after = _half_life(momentum.after, change.after)
+        yield f"The half-life of a gradient in momentum: {before} samples before, {after} after."
 
 
-def _limits_of_adam(change: _Change, rows: list[Converted]) -> Iterator[str]:
+def _limits_of_adam(change: BatchChange, averages: Averages) -> Iterator[str]:
     if change.times != 1:
         yield (
             "The square root holds where the noise of a batch outweighs its gradient in Adam's second"
             " moment, so at batches well below the gradient noise scale."
         )
-    if change.averages == "kept" and change.times != 1:
+    if averages == "kept" and change.times != 1:
         yield "The betas count in steps, so their averages reach over k times as many samples."
-    fast = [row for row in rows if row.name.startswith("betas") and 0 < row.after < 0.5]
-    for row in fast:
-        yield f"{row.name} is {row.after:.3g}: hardly an average any more."
+    for row in change.rows:
+        if row.name.startswith("betas") and 0 < row.after < 0.5:
+            yield f"{row.name} is {row.after:.3g}: hardly an average any more."
 
 
-def _limits_of_noise(change: _Change, kind: str, noise_scale: float | None) -> Iterator[str]:
+def _limits_of_noise(change: BatchChange, noise_scale: float | None) -> Iterator[str]:
     """Yields the limits that follow from the noise scale. On average, the fraction
     `1 / (1 + noise / batch)` of the squared norm of a batch's gradient is signal."""
     if change.times <= 1:
         return
     if noise_scale is None:
-        if kind == "SGD":
+        if change.optimizer == "SGD":
             yield f"More rate is of no use near the gradient noise scale and above: {_NOISE}."
         return
     signal = [1 / (1 + noise_scale / batch) for batch in (change.before, change.after)]
     scale = f"At a noise scale of {noise_scale:,.6g} samples"
-    if kind == "SGD":
+    if change.optimizer == "SGD":
         yield (
             f"{scale} the best rate grows by about {signal[1] / signal[0]:.3g}, not by"
             f" {change.times:.4g}: {_NOISE}."
@@ -360,11 +337,7 @@ def _figure(value: float) -> str:
     return format_count(value) if isinstance(value, int) else f"{value:.6g}"
 
 
-def _pairs(*rows: Converted) -> list[tuple[float, ...]]:
-    return [tuple(row.before for row in rows), tuple(row.after for row in rows)]
-
-
-def _in_samples(beta: float, batch: int) -> str:
+def _half_life(beta: float, batch: int) -> str:
     """Returns the half-life of an exponential average in samples, as text."""
     return format_count(round(batch * math.log(0.5) / math.log(beta))) if beta else "0"
 
@@ -380,14 +353,6 @@ def _kind_of(optimizer: str | type) -> str:
     return kind
 
 
-def _pair(betas: tuple[float, float]) -> tuple[float, float]:
-    try:
-        first, second = betas
-    except (TypeError, ValueError):
-        raise InputError(f"betas is {betas!r}: give two numbers, such as (0.9, 0.999).") from None
-    return first, second
-
-
 def _check(
     kind: str,
     before: int,
@@ -399,28 +364,28 @@ def _check(
     noise_scale: float | None,
 ) -> None:
     """Raises `InputError` that lists all invalid values."""
-    faults = [
-        f"{name} is {value!r}; it counts samples per step, so give a whole number of at least 1"
-        for name, value in (("before", before), ("after", after))
-        if not _is_count(value, 1)
-    ]
-    faults += [
-        f"{name} is {value!r}; give a whole number of at least 0"
-        for name, value in counts.items()
-        if value is not None and not _is_count(value, 0)
-    ]
-    if not _is_number(lr) or not 0 < lr < math.inf:
-        faults.append(f"lr is {lr!r}; give a number above zero")
+    faults: list[str] = []
+
+    def check(name: str, value: Any, holds: Callable[[Any], bool], wanted: str) -> None:
+        kinds = int if "whole" in wanted else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not holds(value):
+            faults.append(f"{name} is {value!r}; {wanted}")
+
+    for name, value in (("before", before), ("after", after)):
+        wanted = "it counts samples per step, so give a whole number of at least 1"
+        check(name, value, lambda count: count >= 1, wanted)
+    for name, value in counts.items():
+        if value is not None:
+            check(name, value, lambda count: count >= 0, "give a whole number of at least 0")
+    check("lr", lr, lambda rate: 0 < rate < math.inf, "give a number above zero")
     for name, value in tuned.items():
         if name in ("eps", "weight_decay"):
-            if not _is_number(value) or not 0 <= value < math.inf:
-                faults.append(f"{name} is {value!r}; give a number of at least zero")
-        elif not _is_number(value) or not 0 <= value < 1:
-            faults.append(f"{name} is {value!r}; give a number from 0 to below 1")
-    if noise_scale is not None and not (_is_number(noise_scale) and 0 < noise_scale < math.inf):
-        faults.append(
-            f"noise_scale is {noise_scale!r}; it counts samples, so give a number above zero"
-        )
+            check(name, value, lambda one: 0 <= one < math.inf, "give a number of at least zero")
+        else:
+            check(name, value, lambda one: 0 <= one < 1, "give a number from 0 to below 1")
+    if noise_scale is not None:
+        wanted = "it counts samples, so give a number above zero"
+        check("noise_scale", noise_scale, lambda one: 0 < one < math.inf, wanted)
     if averages not in get_args(Averages):
         faults.append(f"averages is {averages!r}; give {listed(get_args(Averages), str(averages))}")
     if not faults and kind == "AdamW" and lr * tuned["weight_decay"] >= 1:
@@ -430,11 +395,3 @@ def _check(
         )
     if faults:
         raise InputError(f"the batch cannot be changed: {'; '.join(faults)}.")
-
-
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

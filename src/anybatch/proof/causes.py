@@ -74,43 +74,41 @@ def causes_of(runs: Runs, tolerance: float) -> Iterator[str]:
     if fault := parts.fault(twice):
         found = True
         yield f"{fault[:1].upper()}{fault[1:]}"
-    if not found and _compares_samples(runs):
-        found = True
+    if found:
+        return
+    if _compares_samples(runs):
         yield (
             "The loss tells the samples of a pass from one another (as contrastive losses do): return"
             " anybatch.JointLoss(encode, compare), with what is computed of each sample in encode, and"
             " what compares them in compare."
         )
-    if not found and not _is_proportional(runs):
-        found = True
+    elif not _is_proportional(runs):
         yield (
             "The gradient is not proportional to the loss: in backward an autograd function or a hook"
             " adds something to it (an auxiliary loss that is attached), clamps or normalises it, and"
             " does so once per pass, to a gradient of the sum. Return an auxiliary loss as a part of"
             " the whole: anybatch.Loss(sum + auxiliary * weight, weight); clip_norm clips the mean."
         )
-    if not found and _is_of_collate(runs):
-        found = True
+    elif _is_of_collate(runs):
         yield (
             "collate computes with the samples of a batch together (it subtracts their mean, say), and"
             " a task collates each micro-batch by itself: compute it from the whole data set before."
         )
-    if not found and _fault_is_of_padding(runs, tolerance):
-        found = True
+    elif _fault_is_of_padding(runs, tolerance):
         yield (
             "What collate makes of a sample depends on the others beside it, and the result on"
             " that: padding that the model or the loss does not mask, most likely. Mask it in"
             " attention, in means over positions and in the loss."
         )
-    if not found and isinstance(runs.task.loss, JointLoss):
+    elif isinstance(runs.task.loss, JointLoss):
         yield (
             "encode does something else with a sample when others are beside it (statistics over dim 0,"
             " say), or compare draws at random: move the first into compare, which sees all samples at"
             " once, and the second into encode."
         )
-    elif not found and not parts.adds_up:
+    elif not parts.adds_up:
         yield f"The loss {parts.doubt(twice)}"
-    elif not found:
+    else:
         yield (
             "The cause is not among the known ones (norms across the batch, a mean of means, state that"
             " is kept): look for a loss or a layer that mixes samples of one pass, such as"
@@ -144,9 +142,9 @@ def _is_no_number(runs: Runs, norms: Sequence[str]) -> str | None:
             f"The loss of all {runs.sample.size} samples is {loss}, and of none of them by itself."
         )
     return (
-        f"The loss is {loss}. Of the samples, {runs.sample.name_of(bad)} is the first whose loss by"
-        f" itself is no number ({numbers[bad]}): look there for missing values, a division by zero, or"
-        " the logarithm of zero."
+        f"The loss is {loss}. Of the samples, sample {int(runs.sample.order[bad])} of the training data"
+        f" is the first whose loss by itself is no number ({numbers[bad]}): look there for missing"
+        " values, a division by zero, or the logarithm of zero."
     )
 
 
@@ -211,7 +209,7 @@ def _is_of_collate(runs: Runs) -> bool:
     """Whether samples that are collated separately differ in values, not only in padding."""
     size = runs.pieces[0]
     with suppress(DataError):
-        cut = runs.sample.collated_once().cut([size], runs.dtype)
+        cut = replace(runs.sample, once=True).cut([size], runs.dtype)
         return differs(next(cut), next(runs.sample.cut([size], runs.dtype)))
     return False
 
@@ -219,7 +217,7 @@ def _is_of_collate(runs: Runs) -> bool:
 def _fault_is_of_padding(runs: Runs, tolerance: float) -> bool:
     """Whether pieces that are sliced from the whole batch agree with it, unlike those that are collated
     separately."""
-    once = replace(runs, sample=runs.sample.collated_once())
+    once = replace(runs, sample=replace(runs.sample, once=True))
     with suppress(DataError):  # a batch whose samples are not known cannot be sliced
         return once.deviation_when(()) <= tolerance
     return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -154,22 +154,19 @@ class Runs:
         model = copy_of(self.model)._apply(partial(in_precision, dtype=self.dtype))
         return carry_hooks(self.model, model)
 
-    def deviation_when(self, calmed: Sequence[str], loss: LossFunction | None = None) -> float:
+    def deviation_when(self, calmed: Sequence[str]) -> float:
         """Return the deviation with random draws held fixed, and with the modules `calmed` in
-        evaluation mode or with another loss."""
-        whole = self.gradient(self.whole, calmed=calmed, still=True, loss=loss)
-        parts = self.gradient(self.pieces, calmed=calmed, still=True, loss=loss)
-        return deviation(parts, whole)
+        evaluation mode."""
+        whole = self.gradient(self.whole, calmed=calmed, still=True)
+        return deviation(self.gradient(self.pieces, calmed=calmed, still=True), whole)
 
     @contextmanager
     def _calm(self, model: nn.Module, names: Sequence[str], still: bool = True) -> Iterator[None]:
         """Enter `calm`, and compute in float64 if that is the dtype, regardless of dtypes in the code
         of model or loss. State that the loss keeps between calls is restored afterwards."""
-        with untouched(self.task.loss, aside=True), calm(model, names, still), self._in_dtype():
+        in_dtype = InDoubles() if self.dtype is torch.float64 else nullcontext()
+        with untouched(self.task.loss, aside=True), calm(model, names, still), in_dtype:
             yield
-
-    def _in_dtype(self) -> AbstractContextManager[Any]:
-        return InDoubles() if self.dtype is torch.float64 else nullcontext()
 
     @contextmanager
     def _pieces(self, sizes: Sequence[int], seed: int = 0) -> Iterator[list[Any]]:

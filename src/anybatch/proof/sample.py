@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -68,14 +68,6 @@ class Sample:
             order = order[torch.tensor(elements).argsort(descending=True, stable=True)]
             smallest = elements.count(min(elements))
         return Sample(self.fetch([Piece(0, order)]), order, self.fetch, smallest % count)
-
-    def name_of(self, place: int) -> str:
-        """Return a name for the sample at `place`, with its index in the data."""
-        return f"sample {int(self.order[place])} of the training data"
-
-    def collated_once(self) -> Sample:
-        """Return the same samples, with pieces sliced from the whole batch."""
-        return replace(self, once=True)
 
     def repeated(self) -> Sample:
         """Return the same samples, each twice."""

@@ -106,7 +106,6 @@ def _verdict(task: Task, plan: Plan, samples: int | None) -> Verdict:
 
 
 def _runs_of(task: Task, plan: Plan, wanted: int) -> Runs:
-    """Return the runs that prove `plan`, on at most `wanted` samples."""
     if wanted < 2:
         raise InputError(f"samples is {wanted}: a proof cuts the sample, so give at least 2.")
     given = task.build_model()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -69,14 +69,14 @@ def digits(
         "dropout": (dropout, PART),
     }
     check("digits", ranges)
-    images = _scikit_learn() if data is None else _mnist(data)
-    num_train, _, image_height, image_width = images.train_x.shape
+    train_x, train_y, test_x, test_y = _scikit_learn() if data is None else _mnist(data)
+    num_train, _, image_height, image_width = train_x.shape
     batch = max(1, min(global_batch, num_train))  # a value below 1 is reported by Task
     return Task(
         model=partial(
             build,
             image=(image_height, image_width),
-            num_classes=images.num_classes,
+            num_classes=1 + max(int(train_y.max()), int(test_y.max())),
             width=width,
             dropout=dropout,
         ),
@@ -84,8 +84,8 @@ def digits(
         optimizer=partial(torch.optim.AdamW, lr=scaled_lr(lr, batch, REFERENCE_BATCH, LARGEST_LR)),
         parameters=partial(decay_groups, weight_decay=weight_decay),
         schedule=warmup_cosine(0.1),
-        train=TensorDataset(images.train_x, images.train_y),
-        valid=TensorDataset(images.test_x, images.test_y),
+        train=TensorDataset(train_x, train_y),
+        valid=TensorDataset(test_x, test_y),
         global_batch=global_batch,
         epochs=epochs,
         ghost_batch=ghost_batch,
@@ -174,14 +174,8 @@ def build(image: tuple[int, int], num_classes: int, width: int, dropout: float) 
 # -------------------------------------------------------------------------------------- the data
 
 
-class _Images(NamedTuple):
-    """Images (N, 1, H, W) float32 in the range 0 to 1, and labels (N) int64."""
-
-    train_x: Tensor
-    train_y: Tensor
-    test_x: Tensor
-    test_y: Tensor
-    num_classes: int
+_Images: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Images (N, 1, H, W) float32 in the range 0 to 1, and labels (N) int64, for training and held out."""
 
 
 def _scikit_learn() -> _Images:
@@ -193,7 +187,7 @@ def _scikit_learn() -> _Images:
     by_label = y.argsort(stable=True)
     held_out = by_label[::5]
     kept = torch.ones(len(y), dtype=torch.bool).index_fill(0, held_out, False)
-    return _Images(x[kept], y[kept], x[held_out], y[held_out], num_classes=10)
+    return x[kept], y[kept], x[held_out], y[held_out]
 
 
 def _arrays() -> tuple[NDArray[Any], NDArray[Any]]:
@@ -223,7 +217,6 @@ def _arrays() -> tuple[NDArray[Any], NDArray[Any]]:
 def _mnist(folder: Path) -> _Images:
     arrays = load_folder(folder)
     (height, width), test_size = arrays.train_images.shape[1:], arrays.test_images.shape[1:]
-    train_y, test_y = arrays.train_labels, arrays.test_labels
     fault = ""
     if tuple(test_size) != (height, width):
         test = " x ".join(map(str, test_size))
@@ -232,10 +225,9 @@ def _mnist(folder: Path) -> _Images:
         fault = f"images are {height} x {width}, and have to be at least 2 x 2"
     if fault:
         raise InputError(f"the data in {str(folder)!r} cannot be classified: {fault}; give others.")
-    return _Images(
+    return (
         arrays.train_images.unsqueeze(1).float() / 255,
-        train_y.long(),
+        arrays.train_labels.long(),
         arrays.test_images.unsqueeze(1).float() / 255,
-        test_y.long(),
-        num_classes=1 + max(int(train_y.max()), int(test_y.max())),
+        arrays.test_labels.long(),
     )

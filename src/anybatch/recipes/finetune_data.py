@@ -210,7 +210,6 @@ def _separated(path: Path, text: str) -> Iterator[tuple[int, Row]]:
 
 
 def _saved(folder: Path) -> dict[str, Table]:
-    """Reads a folder written by `save_to_disk` of Hugging Face's datasets."""
     try:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -391,7 +390,6 @@ def encoded(
 def _tokens_and_labels(
     table: Table, kind: Kind, tokenizer: Any
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Returns the tokens of each row, and their labels (unused for classification)."""
     is_pair = {"prompt", "completion"} <= table.rows[0].keys() and kind == "causal-lm"
     last = _encoded(table, "completion" if is_pair else "text", tokenizer, whole=not is_pair)
     if kind == "classification":

@@ -115,7 +115,7 @@ def images(
     if pixels is None:
         pixels = _SMALL_PIXELS if model == "small" else _PIXELS
     found = find(data.expanduser(), held_out, seed)
-    batch = max(1, min(global_batch, len(found.train.paths)))  # a value below 1 is reported by Task
+    batch = max(1, min(global_batch, len(found.train)))  # a value below 1 is reported by Task
     if optimizer == "sgd" or (optimizer is None and model != "small"):
         rate = scaled_lr(lr or SGD_LR, batch, REFERENCE_BATCH, LARGEST_SGD_LR, power=1)
         make = partial(torch.optim.SGD, lr=rate, momentum=0.9, nesterov=True)
@@ -201,7 +201,6 @@ def build(name: str, pixels: int, num_classes: int, dropout: float) -> nn.Module
 
 
 def _check_model(name: str) -> None:
-    """Raises `InputError` if there is no model called `name`."""
     if name == "small":
         return
     models = _torchvision(name)

@@ -19,8 +19,9 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,19 +39,16 @@ _CENTRE = 0.875  # fraction of the shorter side, in evaluation: the usual 224 of
 _ASPECTS = (3 / 4, 4 / 3)
 
 
-class Labelled(NamedTuple):
-    """Paths of images, and their class indices."""
-
-    paths: list[str]
-    labels: list[int]
+Files: TypeAlias = "list[tuple[str, int]]"
+"""Paths of images, with their class indices."""
 
 
 class Found(NamedTuple):
     """Class names in alphabetical order, and the files of the training and held-out parts."""
 
     classes: list[str]
-    train: Labelled
-    held_out: Labelled
+    train: Files
+    held_out: Files
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,10 @@ class RandomCrop:
     flip: bool
 
     def __call__(self, image: Image) -> Tensor:
-        pixels = _pixels(image, self.size, self._box(*image.size))
+        from PIL.Image import Resampling
+
+        size, box = (self.size, self.size), self._box(*image.size)
+        pixels = _pixels(image.resize(size, Resampling.BILINEAR, box=box))
         return pixels.flip(2) if self.flip and float(torch.rand(())) < 0.5 else pixels
 
     def _box(self, width: int, height: int) -> tuple[float, float, float, float]:
@@ -90,28 +91,32 @@ class CentreCrop:
     size: int
 
     def __call__(self, image: Image) -> Tensor:
-        return _pixels(image, self.size, centred(*image.size, _CENTRE))
+        from PIL.Image import Resampling
+        from PIL.ImageOps import fit
+
+        size, edge = (self.size, self.size), (1 - _CENTRE) / 2
+        return _pixels(fit(image, size, Resampling.BILINEAR, bleed=edge))
 
 
 class Images(Dataset[tuple[Tensor, int]]):
     """Dataset of image files. A sample is `(transformed image [3, H, W] uint8, class index)`.
 
     Args:
-        files: paths and class indices of the images.
         view: transform from an image in RGB mode to a tensor.
 
     A file that cannot be read raises `DataError` with its name.
     """
 
-    def __init__(self, files: Labelled, view: Callable[[Image], Tensor]) -> None:
+    def __init__(self, files: Files, view: Callable[[Image], Tensor]) -> None:
         self.files = files
         self._view = view
 
     def __len__(self) -> int:
-        return len(self.files.paths)
+        return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self._view(opened(self.files.paths[index])), self.files.labels[index]
+        path, label = self.files[index]
+        return self._view(opened(path)), label
 
 
 def opened(path: str) -> Image:
@@ -157,8 +162,9 @@ def find(folder: Path, held_out: float, seed: int) -> Found:
     if len(classes) < 2:
         raise InputError(_too_few(root, classes))
     passed_over: list[str] = []
-    by_class = [list(_images(root / name, passed_over)) for name in classes]
-    empty = [name for name, files in zip(classes, by_class, strict=True) if not files]
+    files = list(_images(root, classes, passed_over))
+    labels = {label for _, label in files}
+    empty = [name for label, name in enumerate(classes) if label not in labels]
     if empty:
         raise InputError(
             f"{str(root)!r} has no image of the class{'es' if len(empty) > 1 else ''}"
@@ -166,9 +172,10 @@ def find(folder: Path, held_out: float, seed: int) -> Found:
         )
     own = next((folder / n for n in HELD_OUT_NAMES if (folder / n).is_dir()), None)
     if root is train and own is not None:
-        parts = _labelled(by_class), _held_out_in(own, root, classes, passed_over)
+        _check_classes(own, root, classes)
+        parts = files, list(_images(own, classes, passed_over))
     else:
-        parts = _divided(by_class, held_out, seed)
+        parts = _divided(files, held_out, seed)
     if passed_over:
         warnings.warn(
             f"{len(passed_over):,} file{'s' if len(passed_over) > 1 else ''} in {str(folder)!r} that"
@@ -176,13 +183,6 @@ def find(folder: Path, held_out: float, seed: int) -> Found:
             stacklevel=3,
         )
     return Found(classes, *parts)
-
-
-def centred(width: int, height: int, part: float) -> tuple[float, float, float, float]:
-    """Returns the centered square with `part` of the shorter side: left, top, right, bottom."""
-    side = min(width, height) * part
-    left, top = (width - side) / 2, (height - side) / 2
-    return left, top, left + side, top + side
 
 
 # -------------------------------------------------------------------------------------- the pixels
@@ -202,13 +202,10 @@ def _in_rgb(image: Image) -> Image:
     return image.convert("RGB")
 
 
-def _pixels(image: Image, size: int, box: tuple[float, float, float, float]) -> Tensor:
-    """Crops `box` from an image and resizes it to `[3, size, size]` uint8."""
+def _pixels(image: Image) -> Tensor:
     import numpy as np
-    from PIL import Image
 
-    scaled = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
-    return torch.from_numpy(np.array(scaled)).permute(2, 0, 1).contiguous()
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
 
 # --------------------------------------------------------------------------------------- the files
@@ -219,58 +216,47 @@ def _folders(folder: Path) -> list[str]:
         return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
 
 
-def _images(folder: Path, passed_over: list[str]) -> Iterator[str]:
-    """Yields the images in `folder` and its subfolders, sorted in each folder. Appends other files to
-    `passed_over`."""
-    for place, inner, names in os.walk(folder, followlinks=True):
-        inner[:] = sorted(name for name in inner if not name.startswith("."))
-        for name in sorted(names):
-            if name.startswith("."):
-                continue
-            path = os.path.join(place, name)
-            if name.lower().endswith(SUFFIXES):
-                yield path
-            else:
-                passed_over.append(path)
+def _images(
+    root: Path, classes: Sequence[str], passed_over: list[str]
+) -> Iterator[tuple[str, int]]:
+    """Yields the images of each class, from its folder in `root` and the subfolders, sorted in each
+    folder. Appends other files to `passed_over`."""
+    for label, name in enumerate(classes):
+        for place, inner, names in os.walk(root / name, followlinks=True):
+            inner[:] = sorted(name for name in inner if not name.startswith("."))
+            for name in sorted(name for name in names if not name.startswith(".")):
+                path = os.path.join(place, name)
+                if name.lower().endswith(SUFFIXES):
+                    yield path, label
+                else:
+                    passed_over.append(path)
 
 
-def _labelled(by_class: Sequence[Sequence[str]]) -> Labelled:
-    pairs = [(path, label) for label, files in enumerate(by_class) for path in files]
-    return Labelled([path for path, _ in pairs], [label for _, label in pairs])
-
-
-def _divided(
-    by_class: Sequence[Sequence[str]], held_out: float, seed: int
-) -> tuple[Labelled, Labelled]:
+def _divided(files: Files, held_out: float, seed: int) -> tuple[Files, Files]:
     """Splits off the fraction `held_out` of each class, rounded to whole images: at least one if
     `held_out` is not zero, but at least one image stays in the training part."""
     generator = torch.Generator().manual_seed(seed)
-    kept: list[list[str]] = []
-    out: list[list[str]] = []
-    for files in by_class:
-        count = min(math.floor(len(files) * held_out + 0.5), len(files) - 1)
-        if held_out and len(files) > 1:
+    kept: Files = []
+    out: Files = []
+    for _, group in groupby(files, key=lambda file: file[1]):
+        of_class = list(group)
+        size = len(of_class)
+        count = min(math.floor(size * held_out + 0.5), size - 1)
+        if held_out and size > 1:
             count = max(1, count)
-        chosen = set(torch.randperm(len(files), generator=generator)[:count].tolist())
-        out.append([path for i, path in enumerate(files) if i in chosen])
-        kept.append([path for i, path in enumerate(files) if i not in chosen])
-    return _labelled(kept), _labelled(out)
+        chosen = set(torch.randperm(size, generator=generator)[:count].tolist())
+        for number, file in enumerate(of_class):
+            (out if number in chosen else kept).append(file)
+    return kept, out
 
 
-def _held_out_in(
-    folder: Path, train: Path, classes: Sequence[str], passed_over: list[str]
-) -> Labelled:
-    there = _folders(folder)
-    unknown = [name for name in there if name not in set(classes)]
+def _check_classes(folder: Path, train: Path, classes: Sequence[str]) -> None:
+    unknown = [name for name in _folders(folder) if name not in classes]
     if unknown:
         raise InputError(
             f"{str(folder)!r} has the class{'es' if len(unknown) > 1 else ''} {some(unknown)}, of"
             f" which {str(train)!r} has no image: put some there, or remove the folder."
         )
-    names = set(there)
-    return _labelled(
-        [list(_images(folder / name, passed_over)) if name in names else [] for name in classes]
-    )
 
 
 def _too_few(root: Path, classes: Sequence[str]) -> str:

@@ -12,8 +12,10 @@ import math
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from textwrap import dedent
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from anybatch.errors import InputError, listed
@@ -102,21 +104,22 @@ def convert(text: str, annotation: Any = inspect.Parameter.empty) -> Any:
     """
     if annotation in (inspect.Parameter.empty, Any, object):
         annotation = int | float | Literal[True, False] | str
-    members = [member for member in _members(annotation) if _rank(member) < len(_ORDER)]
+    members = [
+        member
+        for kind in _ORDER
+        for member in _members(annotation)
+        if (Literal if get_origin(member) is Literal else member) is kind
+    ]
     if not members:
         raise ValueError(
             f"its type, {described(annotation)}, cannot be written as an option; annotate the"
             " argument as int, float, bool, str, Path or Literal"
         )
-    for member in sorted(members, key=_rank):
-        try:
+    for member in members:
+        with suppress(ValueError):
             return _converted(text, member)
-        except ValueError:
-            continue
-    wanted = [_WORDS.get(member) or _described(member) for member in sorted(members, key=_rank)]
-    if wanted[0] == "none":  # listed last
-        wanted = [*wanted[1:], wanted[0]]
-    raise ValueError(f"give {' or '.join(wanted)}")
+    wanted = [_WORDS.get(member) or _described(member) for member in members]
+    raise ValueError(f"give {' or '.join(sorted(wanted, key=lambda word: word == 'none'))}")
 
 
 def described(annotation: Any) -> str:
@@ -142,11 +145,6 @@ def _members(annotation: Any) -> list[Any]:
     if origin in (Union, types.UnionType):
         return [member for part in get_args(annotation) for member in _members(part)]
     return [type(None) if annotation is None else annotation]
-
-
-def _rank(member: Any) -> int:
-    kind = Literal if get_origin(member) is Literal else member
-    return next((i for i, known in enumerate(_ORDER) if kind is known), len(_ORDER))
 
 
 def _converted(text: str, kind: Any) -> Any:
@@ -189,20 +187,12 @@ def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> A
 
 def _docs(docstring: str) -> dict[str, str]:
     """Returns the entries under `Args:` of a Google style docstring, each joined to one line."""
-    docs: dict[str, str] = {}
     section = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", docstring, re.MULTILINE)
-    entry = re.compile(r"\*{0,2}(\w+)(?: \(.*?\))?: *(.*)")
-    name, first_indent = "", None
-    for line in (section[1] if section else "").splitlines():
-        indent = len(line) - len(line.lstrip())
-        first_indent = indent if first_indent is None else first_indent
-        match = entry.fullmatch(line.strip()) if indent == first_indent else None
-        if match:
-            name = match[1]
-            docs[name] = match[2]
-        elif name and line.strip():
-            docs[name] = f"{docs[name]} {line.strip()}".strip()
-    return docs
+    text = dedent(section[1]) if section else ""
+    entry = r"^\*{0,2}(\w+)(?: \(.*?\))?:(.*(?:\n(?:[ \t].*)?)*)"
+    return {
+        name: " ".join(doc.split()) for name, doc in re.findall(entry, text, flags=re.MULTILINE)
+    }
 
 
 # ------------------------------------------------------------------------------------------ ranges

@@ -132,7 +132,6 @@ def num_weights(model: nn.Module) -> int:
 
 
 def _quantizer(base: Base) -> Callable[[Tensor], Tensor]:
-    """Returns the function that quantizes a weight `[out, in]` to the format `base`."""
     try:
         formats: Any = import_module("torchao.quantization")
         per_row = import_module("torchao.quantization.granularity").PerRow()

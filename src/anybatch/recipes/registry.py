@@ -102,15 +102,21 @@ class _Found(NamedTuple):
 
 def _find(spec: str) -> _Found:
     if spec in _RECIPES:
-        return _find_recipe(spec)
+        recipes = importlib.import_module(f"anybatch.recipes.{spec}")
+        file = Path(str(recipes.__file__))
+        return _Found(getattr(recipes, spec), f"the recipe {spec!r}", spec, file, spec)
     path, function = _split(spec)
     if function is not None and path in _RECIPES:
         raise InputError(
             f"the task {spec!r} names a function of the recipe {path!r}, but a recipe has just the"
             f" one: give {path!r}."
         )
-    if not _looks_like_a_path(path):
-        raise InputError(_unknown_recipe(spec, path))
+    if os.sep not in path and not path.endswith(".py") and not os.path.lexists(path):
+        own = f"{path}.py" if os.path.isfile(f"{path}.py") else "FILE.py"
+        raise InputError(
+            f"there is no recipe {spec!r}: give {listed(_RECIPES, path.lower())}, or a file of your own"
+            f" as {own} or {own}:function."
+        )
     file = _checked_file(spec, path)
     module = _load(file, spec)
     name = _DEFAULT_FUNCTION if function is None else function
@@ -135,12 +141,6 @@ def sha256_of(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _find_recipe(name: str) -> _Found:
-    module = importlib.import_module(f"anybatch.recipes.{name}")
-    file = Path(str(module.__file__))
-    return _Found(getattr(module, name), f"the recipe {name!r}", name, file, name)
-
-
 def _whole_paths(options: Mapping[str, str], arguments: Mapping[str, Any]) -> dict[str, str]:
     """Returns `options` keyed by the names of the function's arguments, with absolute paths."""
     told = {}
@@ -157,18 +157,6 @@ def _split(spec: str) -> tuple[str, str | None]:
     if colon and (path.endswith(".py") or os.sep not in function):
         return path, function
     return spec, None
-
-
-def _looks_like_a_path(path: str) -> bool:
-    return os.sep in path or path.endswith(".py") or os.path.lexists(path) or path in (".", "..")
-
-
-def _unknown_recipe(spec: str, path: str) -> str:
-    own = f"{path}.py" if os.path.isfile(f"{path}.py") else "FILE.py"
-    return (
-        f"there is no recipe {spec!r}: give {listed(_RECIPES, path.lower())}, or a file of your own as"
-        f" {own} or {own}:function."
-    )
 
 
 def _checked_file(spec: str, path: str) -> Path:
@@ -230,10 +218,7 @@ _loaded: dict[Path, tuple[ModuleType, tuple[int, int]]] = {}
 def _load(file: Path, spec: str) -> ModuleType:
     """Returns the module of `file`. The file is executed once, and again if it has changed since."""
     known, before = _loaded.get(file, (None, None))
-    try:
-        status = file.stat()
-    except OSError as error:
-        raise InputError(f"the file of the task {spec!r} cannot be read: {error}.") from error
+    status = file.stat()
     state = (status.st_mtime_ns, status.st_size)
     if known is not None and before == state:
         return known
@@ -285,7 +270,6 @@ def _module_name(file: Path) -> str:
 
 
 def _short_traceback(error: BaseException, file: Path) -> str:
-    """Formats the traceback with only the frames of the user's file and its neighboring files."""
     summary = traceback.TracebackException.from_exception(error)
     frames = [frame for frame in summary.stack if _is_own(Path(frame.filename), file)]
     lines = ["Traceback (the frames of your files only):\n"] if frames else []

@@ -9,6 +9,7 @@ has no state to restore.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ def warmup_cosine(warmup: float = 0.1, floor: float = 0.0) -> Schedule:
     not between 0 and 1.
     """
     _check(warmup, floor)
-    return partial(_cosine, warmup=warmup, floor=floor)
+    return partial(_factor, warmup=warmup, floor=floor, shape=_cosine)
 
 
 def warmup_linear(warmup: float = 0.1, floor: float = 0.0) -> Schedule:
@@ -35,7 +36,7 @@ def warmup_linear(warmup: float = 0.1, floor: float = 0.0) -> Schedule:
     Raises `InputError` if `warmup` or `floor` is not between 0 and 1.
     """
     _check(warmup, floor)
-    return partial(_linear, warmup=warmup, floor=floor)
+    return partial(_factor, warmup=warmup, floor=floor, shape=_linear)
 
 
 def warmup_constant(warmup: float = 0.1) -> Schedule:
@@ -65,30 +66,21 @@ def _check(warmup: float, floor: float) -> None:
             )
 
 
-def _cosine(progress: Progress, warmup: float, floor: float) -> float:
-    done = _middle(progress)
-    if done < warmup:
-        return done / warmup
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * _part(done, warmup)))
-
-
-def _linear(progress: Progress, warmup: float, floor: float) -> float:
-    done = _middle(progress)
-    if done < warmup:
-        return done / warmup
-    return floor + (1 - floor) * (1 - _part(done, warmup))
-
-
-def _middle(progress: Progress) -> float:
-    """Returns the completed fraction, 0 to 1, at the *middle* of the step that is about to run.
-
-    With the fraction at its start, the first step would have a learning rate of zero. That is
-    negligible for one step in a thousand, but with a very large batch a run may have only 20 steps.
-    """
+def _factor(
+    progress: Progress, warmup: float, floor: float, shape: Callable[[float], float]
+) -> float:
+    # The completed fraction at the *middle* of the step that is about to run. At its start, the first
+    # step would have a learning rate of zero, and with a very large batch a run may have only 20 steps.
     half_step = 0.5 / progress.total_steps if progress.total_steps else 0.0
-    return min(1.0, progress.fraction + half_step)
+    done = min(1.0, progress.fraction + half_step)
+    if done < warmup:
+        return done / warmup
+    return floor + (1 - floor) * shape((done - warmup) / (1 - warmup) if warmup < 1 else 1.0)
 
 
-def _part(done: float, warmup: float) -> float:
-    """Returns the position of `done` between `warmup` and 1, as a fraction."""
-    return (done - warmup) / (1 - warmup) if warmup < 1 else 1.0
+def _cosine(done: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _linear(done: float) -> float:
+    return 1 - done

@@ -143,16 +143,16 @@ class TokenScore:
 
     def __init__(self, figure: Callable[[float, float, float], float]) -> None:
         self._figure = figure
-        self._sums = [0.0, 0.0, 0.0]
+        self.reset()
 
-    def update(self, nats: Tensor, tokens: Tensor, right: Tensor) -> None:
+    def update(self, *sums: Tensor | float) -> None:
         """Adds the sums of one batch."""
-        self._add([float(nats), float(tokens), float(right)])
+        self._sums = [a + float(b) for a, b in zip(self._sums, sums, strict=True)]
 
     def merge_state(self, others: list[Self]) -> None:
         """Adds the sums of other ranks."""
         for other in others:
-            self._add(other._sums)
+            self.update(*other._sums)
 
     def compute(self) -> float:
         """Returns the value, or NaN if there are no tokens."""
@@ -161,9 +161,6 @@ class TokenScore:
     def reset(self) -> None:
         """Sets all sums to zero."""
         self._sums = [0.0, 0.0, 0.0]
-
-    def _add(self, sums: list[float]) -> None:
-        self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)]
 
 
 def perplexity(nats: float, tokens: float, _right: float) -> float:

@@ -22,7 +22,6 @@ from anybatch.report.memory import print_ledger as print_ledger
 from anybatch.report.memory_page import write_frontier as write_frontier
 from anybatch.report.memory_page import write_ledger as write_ledger
 from anybatch.report.page import write as write
-from anybatch.report.progress import Display as Display
 from anybatch.report.progress import Progress as Progress
 from anybatch.report.progress import displayed as displayed
 from anybatch.report.sentences import describe as describe

@@ -95,9 +95,7 @@ def _part(size: int | None, whole: int | None) -> str:
     if size is None or not whole:
         return ""
     part = size / whole
-    return (
-        f"{part:.1%}" if 0.95 < part <= 1.0 else f"{part:.0%}"
-    )  # close to the budget, tenths of a percent matter
+    return f"{part:.1%}" if 0.95 < part <= 1.0 else f"{part:.0%}"  # tenths matter near the budget
 
 
 def _compared(seconds: float, by: float) -> str:

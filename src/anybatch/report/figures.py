@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -28,95 +29,74 @@ MAX_MARKS = 12
 # ----------------------------------------------------------------------------------------- memory
 
 
-def memory_parts(plan: Plan) -> list[tuple[str, int, str]]:
-    """(kind, bytes, color) at the predicted peak, largest first. The bytes add up to the peak."""
+def memory_parts(plan: Plan) -> list[tuple[str, int]]:
+    """(kind, bytes) at the predicted peak, largest first. The bytes add up to the peak."""
     if plan.prediction is None:
         return []
     sizes = {kind: size for kind, size in plan.prediction.by_kind.items() if size > 0}
     ordered = sorted(sizes.items(), key=lambda item: -item[1])
-    shown, merged = ordered[: len(KIND_COLORS) - 1], ordered[len(KIND_COLORS) - 1 :]
-    rest = sum(size for _, size in merged)
-    rest += max(0, plan.prediction.peak_bytes - sum(sizes.values()))
-    parts = [(kind, size, KIND_COLORS[i]) for i, (kind, size) in enumerate(shown)]
-    if rest:
-        parts.append(("other" if shown else "all kinds", rest, KIND_COLORS[-1]))
-    return parts
+    shown = ordered[: len(KIND_COLORS) - 1]
+    rest = max(sum(sizes.values()), plan.prediction.peak_bytes) - sum(size for _, size in shown)
+    return [*shown, ("other" if shown else "all kinds", rest)] if rest else shown
 
 
-def memory(plan: Plan, measured_bytes: int | None) -> Figure | None:
+def memory(plan: Plan, measured_bytes: int | None) -> list[Figure]:
     """A figure of the predicted peak by kind, the measured peak, and the budget."""
     parts = memory_parts(plan)
     if not parts and not measured_bytes:
-        return None
+        return []
     budget = plan.budget_bytes or 0
     name = f"{'budget' if plan.enforced else 'free'} {format_bytes(budget)}"
-    largest = max(sum(size for _, size, _ in parts), measured_bytes or 0)
+    predicted = sum(size for _, size in parts)
+    largest = max(predicted, measured_bytes or 0)
     is_shown = 0 < budget <= 5 * largest  # a larger budget would make the bars invisible
     most = max(largest, budget) if is_shown else largest
     scale, unit = byte_scale(most)
     traces: list[Trace] = []
     rows: list[str] = []
     said: list[str] = []
-    end = 0
-    for kind, size, color in parts:
-        traces.append(_bar(kind, len(rows), end / scale, (end + size) / scale, size, color))
-        end += size
     if parts:
         rows.append("predicted")
-        said.append(f"predicted peak {format_bytes(end)}")
+        said.append(f"predicted peak {format_bytes(predicted)}")
+        end = 0
+        for (kind, size), color in zip(parts, KIND_COLORS, strict=False):
+            traces.append(_bar(kind, 0, end / scale, (end + size) / scale, size, color))
+            end += size
     if measured_bytes:
-        size = measured_bytes
-        traces.append(_bar("measured peak", len(rows), 0, size / scale, size, "--ink-2"))
+        end = measured_bytes / scale
+        traces.append(_bar("measured peak", len(rows), 0, end, measured_bytes, "--ink-2"))
         rows.append("measured")
-        said.append(f"measured peak {format_bytes(size)}")
-    if budget:
-        said.append(name)
-    alt = f"{', '.join(said)}."
-    return Figure(
-        *("memory", "Memory", alt[0].upper() + alt[1:], traces),
+        said.append(f"measured peak {format_bytes(measured_bytes)}")
+    alt = ", ".join([*said, name] if budget else said)
+    figure = Figure(
+        *("memory", "Memory", f"{alt[0].upper()}{alt[1:]}.", traces),
         x=Axis(unit, (0, 1.06 * most / scale)),
-        y=_row_axis(rows),
+        y=Axis(range=(len(rows) - 0.5, -0.5), ticks=list(enumerate(rows)), grid=False),
         marks=[Mark("x", budget / scale, "--red", name)] if is_shown else [],
         height=210,
-        legend=False,
     )
+    return [figure]
 
 
 def _bar(name: str, row: int, begin: float, end: float, num_bytes: int, color: str) -> Trace:
-    """One bar of bytes."""
     text = [f"{name}: {format_bytes(num_bytes)}"]
     return Trace(name, [rounded(end)], [row], color, "bars", [rounded(begin)], text)
-
-
-def _row_axis(names: Sequence[str]) -> Axis:
-    """A y axis of rows with these names, the first at the top."""
-    last = max(0, len(names) - 1)
-    return Axis(range=(last + 0.5, -0.5), ticks=list(enumerate(names)), grid=False)
 
 
 # ----------------------------------------------------------------------------------------- curves
 
 
-def loss(record: Record) -> Figure | None:
+def loss(record: Record) -> list[Figure]:
     """A figure of the training loss, raw and smoothed, and the held-out loss."""
-    steps, values = record.column("step"), record.column("loss")
+    values = record.column("loss")
     held_out = [(event.step, event.loss) for event in record.evaluations]
-    if not len(steps) and not held_out:
-        return None
-    smoothed = smooth(values)
-    traces: list[Trace] = []
-    if np.isfinite(values).any():
-        many = len(steps) > 10
-        raw = ("--blue-faint", 1.0) if many else ("--blue", 2.0)
-        traces.append(_line(steps, values, "training, each step", *raw))
-        if many:
-            traces.append(_line(steps, smoothed, "training, smoothed", "--blue"))
-    said = [_course("Training loss", smoothed)]
-    if held_out:
-        traces.append(_held_out(held_out))
-        said.append(_course("Held-out loss", np.array([value for _, value in held_out])))
-    levels = [*smoothed.tolist(), *(value for _, value in held_out)]
-    levels = [value for value in levels if math.isfinite(value)]
+    if not len(values) and not held_out:
+        return []
+    traces, said = _scored("loss", record, values, held_out)
+    levels = [y for trace in traces for y in trace.y if y is not None]
+    steps = record.column("step")
+    if len(steps) > 10:
+        traces.insert(0, _line(steps, values, "training, each step", "--blue-faint", 1))
     spans_decades = bool(levels) and min(levels) > 0 and max(levels) / min(levels) > 50
     y_axis = Axis("loss (logarithmic)", is_log=True) if spans_decades else Axis("loss")
     bad = np.flatnonzero(~np.isfinite(values))
@@ -125,8 +105,7 @@ def loss(record: Record) -> Figure | None:
             f"The loss was not finite in {len(bad):,} of {len(values):,} steps, first in step"
             f" {int(steps[bad[0]]):,}: the curve has gaps there."
         )
-    marks = _marks(record)
-    return Figure("loss", "Loss", " ".join(said), traces, _steps(record), y_axis, marks, height=340)
+    return [_over_steps(record, "loss", "Loss", said, traces, y_axis, height=340)]
 
 
 def metrics(record: Record) -> list[Figure]:
@@ -134,20 +113,28 @@ def metrics(record: Record) -> list[Figure]:
     figures = []
     for index, name in enumerate(record.metric_names()[:MAX_METRICS]):
         held_out = [(e.step, e.metrics[name]) for e in record.evaluations if name in e.metrics]
-        training = record.metric(name)
-        traces, said = [], []
-        if np.isfinite(training).any():
-            training = smooth(training)
-            traces.append(_line(record.column("step"), training, "training, smoothed", "--blue"))
-            said.append(_course(f"Training {name}", training))
-        if held_out:
-            traces.append(_held_out(held_out))
-            values = np.array([value for _, value in held_out])
-            said.append(_course(f"Held-out {name}", values))
-        axes = _steps(record), Axis()
-        figure = Figure(f"metric-{index}", name, " ".join(said), traces, *axes, _marks(record))
-        figures.append(figure)
+        traces, said = _scored(name, record, record.metric(name), held_out)
+        figures.append(_over_steps(record, f"metric-{index}", name, said, traces))
     return figures
+
+
+def _scored(
+    name: str, record: Record, values: Floats, held_out: Sequence[tuple[int, float]]
+) -> tuple[list[Trace], list[str]]:
+    """Curves, and sentences about them, of a loss or metric in training and on held-out samples."""
+    traces: list[Trace] = []
+    said: list[str] = []
+    if len(values) and (name == "loss" or np.isfinite(values).any()):
+        smoothed = smooth(values)
+        traces.append(_line(record.column("step"), smoothed, "training, smoothed", "--blue"))
+        said.append(_course(f"Training {name}", smoothed))
+    if held_out:
+        steps, scores = (np.array(each, dtype=np.float64) for each in zip(*held_out, strict=True))
+        trace = _line(steps, scores, "held-out", "--amber")
+        few = trace.kind == "line" and len(trace.x) <= 60
+        traces.append(replace(trace, kind="line and points") if few else trace)
+        said.append(_course(f"Held-out {name}", scores))
+    return traces, said
 
 
 WORTH_TELLING = 0.01
@@ -187,8 +174,8 @@ def optimisation(record: Record) -> list[Figure]:
         rate = record.column("learning_rate")
         traces = [_line(record.column("step"), rate, "learning rate", "--rose")]
         alt = f"From {rate[0]:.3g} to {rate[-1]:.3g}, at most {rate.max():.3g}."
-        axes = _steps(record), Axis(from_zero=True)
-        figures.append(Figure("learning-rate", "Learning rate", alt, traces, *axes))
+        y_axis = Axis(from_zero=True)
+        figures.append(_over_steps(record, "learning-rate", "Learning rate", [alt], traces, y_axis))
     norm = record.column("grad_norm")
     if np.isfinite(norm).any():
         title = "Gradient norm before clipping"
@@ -217,27 +204,33 @@ def _curve(
         top = rounded(1.3 * float(np.quantile(finite, 0.98)))
         top = top if top and float(finite.max()) > 2 * top else None
     y_axis = Axis(unit, (0, top) if top else None, from_zero=True)
-    axes = _steps(record), y_axis
-    return Figure(name, title, alt, traces, *axes, marks=_marks(record), legend=False)
+    return _over_steps(record, name, title, [alt], traces, y_axis, legend=False)
 
 
-def _steps(record: Record) -> Axis:
-    steps = record.column("step")
-    if len(steps) != 1:
-        return Axis("step")
-    only = int(steps[0])
-    return Axis("step", (only - 1, only + 1), [(only, f"{only:,}")])
-
-
-def _marks(record: Record) -> list[Mark]:
-    """Marks at steps where the plan changed, or where memory ran out without a new plan."""
+def _over_steps(
+    record: Record,
+    name: str,
+    title: str,
+    said: Sequence[str],
+    traces: Sequence[Trace],
+    y_axis: Axis | None = None,
+    height: float = 280,
+    legend: bool = True,
+) -> Figure:
+    """A figure over the steps of a run, with marks where the plan changed or memory ran out."""
     found: dict[int, Mark] = {}
     for event in record.others:
         if isinstance(event, OutOfMemory):
             found[event.step] = Mark("x", event.step, "--red", "out of memory", dotted=True)
         elif isinstance(event, Replanned):
             found[event.step] = Mark("x", event.step, "--ink-2", "new plan", dotted=True)
-    return list(found.values())[:MAX_MARKS]
+    x_axis = Axis("step")
+    if record.num_steps == 1:
+        only = int(record.column("step")[0])
+        x_axis = Axis("step", (only - 1, only + 1), [(only, f"{only:,}")])
+    marks = list(found.values())[:MAX_MARKS]
+    axes = x_axis, y_axis or Axis()
+    return Figure(name, title, " ".join(said), traces, *axes, marks, height, legend)
 
 
 def _line(xs: Floats, ys: Floats, name: str, color: str, width: float = 2) -> Trace:
@@ -246,19 +239,12 @@ def _line(xs: Floats, ys: Floats, name: str, color: str, width: float = 2) -> Tr
     return Trace(name, [int(x) for x in xs], [rounded(y) for y in ys], color, kind, width=width)
 
 
-def _held_out(points: Sequence[tuple[int, float]]) -> Trace:
-    steps, values = zip(*points, strict=True)
-    xs, ys = thin(np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64))
-    kind: Literal["line", "line and points"] = "line and points" if len(xs) <= 60 else "line"
-    return Trace("held-out", [int(x) for x in xs], [rounded(y) for y in ys], "--amber", kind)
-
-
 # ------------------------------------------------------------------------------------- candidates
 
 _Weighed = tuple[Choice, int, float, str]  # peak, seconds, reason
 
 
-def candidates(plan: Plan) -> Figure | None:
+def candidates(plan: Plan) -> list[Figure]:
     """A scatter plot of the candidates: peak memory against step time. The selected plan is marked."""
     weighed: list[_Weighed] = [
         (c.choice, c.peak_bytes, c.step_seconds, c.reason)
@@ -266,7 +252,7 @@ def candidates(plan: Plan) -> Figure | None:
         if c.possible and c.peak_bytes is not None
     ]
     if not weighed:
-        return None
+        return []
     chosen, budget = plan.prediction, plan.budget_bytes
     taken: list[_Weighed] = []
     if chosen is not None:
@@ -301,13 +287,14 @@ def candidates(plan: Plan) -> Figure | None:
             ys = [rounded(seconds / per_second) for _, _, seconds, _ in points]
             traces.append(Trace(name, xs, ys, color, "points", text=texts, shape=shape))
     sizes = [size / per_byte for size in (*peaks, budget) if size]
-    return Figure(
+    figure = Figure(
         *("candidates", "Candidates", alt, traces),
         x=_range_axis(f"predicted peak, {byte_unit}", sizes),
         y=_range_axis(f"predicted step, {second_unit}", [time / per_second for time in times]),
         marks=[Mark("x", budget / per_byte, "--red", "budget")] if budget else [],
         height=360,
     )
+    return [figure]
 
 
 def _range_axis(title: str, values: list[float]) -> Axis:
@@ -321,14 +308,14 @@ def _range_axis(title: str, values: list[float]) -> Axis:
 # ---------------------------------------------------------------------------------------- the noise
 
 
-def noise_scale(blocks: Sequence[Block], batch: int, on_average: str = "") -> Figure | None:
+def noise_scale(blocks: Sequence[Block], batch: int, on_average: str = "") -> list[Figure]:
     """A figure of the noise scale in windows of a run, with confidence intervals, and the run's batch,
-    in samples or tokens. None if no window has an estimate. `on_average` is appended to the batch in
+    in samples or tokens; none if no window has an estimate. `on_average` is appended to the batch in
     the description."""
     blocks, unit = in_unit_of_batch(blocks)
     course = windows(blocks)
     if not course:
-        return None
+        return []
     known = [one if one.samples and one.samples > 0 and one.high else None for one in course]
     of_known = [value for one in known if one for value in (one.samples or 0.0, one.high or 0.0)]
     shown = [value for value in (batch, *(one.low for one in course), *of_known) if value > 0]
@@ -353,13 +340,14 @@ def noise_scale(blocks: Sequence[Block], batch: int, on_average: str = "") -> Fi
     if None in known:
         alt += "; where it is open above, only the lower end is known"
     alt += f". The line is the batch, {format_count(batch)} {unit}{on_average}."
-    return Figure(
+    figure = Figure(
         *("noise-scale", "Noise scale", alt, [band, middles]),
         x=Axis("step"),
         y=Axis(f"{unit} (logarithmic)", (low, high), is_log=True),
         marks=[Mark("y", batch, "--amber", "batch")],
         height=320,
     )
+    return [figure]
 
 
 def _interval(scale: NoiseScale, unit: str) -> str:

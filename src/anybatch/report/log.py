@@ -13,8 +13,8 @@ import os
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from anybatch.errors import InputError, StopTraining
@@ -60,12 +60,7 @@ class EventLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
 
@@ -175,49 +170,30 @@ def follow(path: str | os.PathLike[str], sinks: Sequence[Sink]) -> Iterator[None
         yield
         return
     ended = threading.Event()
-    failures: list[BaseException] = []
-    thread = threading.Thread(
-        target=_follow,
-        args=(Path(path), sinks, ended, failures),
-        name="anybatch-events",
-        daemon=True,
-    )
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(1, "anybatch-events") as pool:
+        following = pool.submit(_follow, Path(path), sinks, ended)
+        try:
+            yield
+        finally:
+            ended.set()
+    following.result()
 
 
-def _follow(
-    path: Path,
-    sinks: Sequence[Sink],
-    ended: threading.Event,
-    failures: list[BaseException],
-) -> None:
+def _follow(path: Path, sinks: Sequence[Sink], ended: threading.Event) -> None:
     place = 0
-    try:
-        while True:
-            last_look = ended.wait(_LOOK_SECONDS)
-            if path.exists():
-                with path.open("rb") as file:
-                    file.seek(place)
-                    # Complete lines only: ranks that are restarted cut an incomplete one off.
-                    *lines, rest = file.read().split(b"\n")
-                    place = file.tell() - len(rest)
-                for line in lines:
-                    if line.startswith(_REMOVED):
-                        continue
-                    event = from_json(line.decode())
-                    for sink in sinks:
-                        try:
-                            sink(event)
-                        except StopTraining:
-                            _ending(path).touch()
-            if last_look:
-                return
-    except BaseException as error:
-        failures.append(error)
+    last_look = False
+    while not last_look:
+        last_look = ended.wait(_LOOK_SECONDS)
+        if not path.exists():
+            continue
+        with path.open("rb") as file:
+            file.seek(place)
+            # Complete lines only: ranks that are restarted cut an incomplete one off.
+            *lines, rest = file.read().split(b"\n")
+            place = file.tell() - len(rest)
+        for event in (from_json(line.decode()) for line in lines if not line.startswith(_REMOVED)):
+            for sink in sinks:
+                try:
+                    sink(event)
+                except StopTraining:
+                    _ending(path).touch()

@@ -4,24 +4,21 @@ HTML page by `memory_page`."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 
 from anybatch.plans import Plan
 from anybatch.report.layers import PARTS, Row, every_row, numbered, rows_of, total_row
 from anybatch.report.plot import Figure
-from anybatch.report.tables import Content, Table, bullets, pairs, print_section, printed
+from anybatch.report.tables import Content, Section, Table, print_sections
 from anybatch.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from anybatch.estimate.ledger import Holding, Ledger, Moment
     from anybatch.planner.knobs import Knob
-
-OVER_TIME, BY_LAYER = "Over one step", "By layer"
-"""Titles of the sections to which the page adds a figure, and a table of every layer."""
 
 _MAX_HELD = 12
 _NARROW, _WIDE = 76, 112
@@ -45,24 +42,6 @@ _ACCOUNTS = {
 """Description of what each memory account counts, by type of device."""
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A section of the page or of the terminal output.
-
-    Attributes:
-        sentences: shown above the table.
-        figures: shown only on the page.
-        more: title and content of a collapsed table, expanded by a click on its title. Shown only on
-            the page.
-    """
-
-    title: str
-    sentences: Sequence[str] = ()
-    table: Table | None = None
-    figures: Sequence[Figure] = ()
-    more: tuple[str, Table] | None = None
-
-
 def print_ledger(
     console: Console,
     plan: Plan,
@@ -77,39 +56,31 @@ def print_ledger(
     `every_layer`, all layers are listed instead.
     """
     rows = every_row(ledger) if every_layer else rows_of(ledger, depth)
-    for section in sections_of(plan, ledger, knobs, layers(rows, ledger, console.width)):
-        parts: list[RenderableType] = [bullets(section.sentences)] if section.sentences else []
-        if section.table is not None:
-            parts.append(_shown(section.table))
-        print_section(console, section.title, Group(*parts))
-
-
-def _shown(table: Table) -> RenderableType:
-    """`table` for a terminal. A table without column titles is printed as pairs of words."""
-    if any(title for title, _ in table.columns):
-        return printed(table)
-    return pairs((row[0], row[1]) for row in table.rows)
+    print_sections(console, sections_of(plan, ledger, knobs, layers(rows, ledger, console.width)))
 
 
 def sections_of(
-    plan: Plan, ledger: Ledger, knobs: Sequence[Knob], by_layer: Table
+    plan: Plan,
+    ledger: Ledger,
+    knobs: Sequence[Knob],
+    by_layer: Table,
+    every_layer: tuple[str, Table] | None = None,
+    over_time: Sequence[Figure] = (),
 ) -> list[Section]:
-    """All sections about `ledger`. `by_layer` is the table of its layers."""
-    sections = [
-        Section(f"Memory of a step of {plan.task.name}", table=_assumptions(plan, ledger)),
+    """All sections about `ledger`. `by_layer` is the table of its layers; `every_layer`, a titled table
+    of all of them, and the figure `over_time` are shown only on a page."""
+    most = f"Most is in use in {where(ledger.peak)}."
+    return [
+        Section(f"Memory of a step of {plan.task.name}", pairs=_assumptions(plan, ledger)),
         Section("Most bytes at any time", table=_totals(plan, ledger)),
-        Section(BY_LAYER, table=by_layer),
+        Section("By layer", table=by_layer, more=every_layer),
         Section("When most is in use, by kind", table=_kinds(ledger)),
+        Section("When most is in use, the largest", table=_held(ledger.held)),
+        Section("Over one step", [most], figures=over_time, table=_phases(ledger)),
+        Section("What would shrink it", table=_knobs(knobs, ledger.num_bytes)),
+        Section("Notices", plan.notices),
+        Section("How it was found", [ledger.method, *ledger.not_counted]),
     ]
-    if ledger.held:
-        sections.append(Section("When most is in use, the largest", table=_held(ledger.held)))
-    most = [f"Most is in use in {where(ledger.peak)}."]
-    sections.append(Section(OVER_TIME, most, _phases(ledger)))
-    if knobs:
-        sections.append(Section("What would shrink it", table=_knobs(knobs, ledger.num_bytes)))
-    if plan.notices:
-        sections.append(Section("Notices", plan.notices))
-    return [*sections, Section("How it was found", [ledger.method, *ledger.not_counted])]
 
 
 def where(moment: Moment) -> str:
@@ -123,16 +94,15 @@ def where(moment: Moment) -> str:
 # ---------------------------------------------------------------------------------------- tables
 
 
-def _assumptions(plan: Plan, ledger: Ledger) -> Table:
-    """A table of the plan, without the figures that are shown in later sections."""
+def _assumptions(plan: Plan, ledger: Ledger) -> list[tuple[str, str]]:
+    """The lines of the plan, without the figures that are shown in later sections."""
     budget = plan.budget_bytes
     part = f" ({ledger.num_bytes / budget:.0%} of {format_bytes(budget)})" if budget else ""
-    rows = [line for line in plan.explain() if line[0] not in _STATED_BELOW]
-    rows += [
+    return [
+        *(line for line in plan.explain() if line[0] not in _STATED_BELOW),
         ("parameters", f"{ledger.num_parameters:,}"),
         ("predicted peak", f"{format_bytes(ledger.num_bytes)}{part}"),
     ]
-    return Table([("", "whole"), ("", "words")], rows)
 
 
 def _totals(plan: Plan, ledger: Ledger) -> Table:
@@ -161,16 +131,12 @@ def layers(rows: Sequence[Row], ledger: Ledger, width: int | None = None) -> Tab
         [
             "  " * row.depth + row.name,
             *((row.type_name, row.output) if is_wide else ()),
-            *(_or_empty(row.sizes[i]) for _, i in parts),
+            *(format_bytes(size) if (size := row.sizes[i]) else "" for _, i in parts),
             format_bytes(row.total_bytes),
         ]
         for row in (*rows, total)
     ]
     return Table(columns, cells)
-
-
-def _or_empty(num_bytes: int) -> str:
-    return format_bytes(num_bytes) if num_bytes else ""
 
 
 def _kinds(ledger: Ledger) -> Table:

@@ -10,21 +10,20 @@ import dataclasses
 import os
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import numpy as np
 
 from anybatch.events import Event, Rebalanced, RunEnded
-from anybatch.insight.noise_series import Block, in_unit_of_batch
+from anybatch.insight.noise_series import in_unit_of_batch
 from anybatch.insight.noise_text import lines, mean_batch, unmeasured
 from anybatch.plans import Plan
 from anybatch.process.files import write_whole
 from anybatch.report import figures
+from anybatch.report.choice_table import table_of
 from anybatch.report.log import iterate
-from anybatch.report.plot import Figure, draw
+from anybatch.report.plot import draw
 from anybatch.report.record import Record
 from anybatch.report.sentences import (
     MISSING,
@@ -35,7 +34,7 @@ from anybatch.report.sentences import (
     scores,
     severity,
 )
-from anybatch.report.tables import Content, Table
+from anybatch.report.tables import Section, Table, Tag
 from anybatch.report.terminal import comparison_table
 from anybatch.units import format_bytes, format_count, format_seconds
 
@@ -53,94 +52,111 @@ def write(folder: str | os.PathLike[str]) -> Path:
     run = Path(folder)
     plan = Plan.load(run / "plan.json")
     record = Record.of(iterate(run / "events.jsonl"))
-    page = _page(plan, record)
+    ended, started = record.ended, record.starts[0] if record.starts else None
+    if ended is None:
+        outcome = Tag("no end recorded: the run was killed, or is still going", "warn")
+    elif ended.finished:
+        outcome = Tag("finished", "good")
+    else:
+        outcome = Tag(f"stopped early: {ended.reason or 'no reason given'}", "warn")
+    resumed = len(record.starts) - 1
+    facts = [
+        started.device if started else plan.device_name or plan.device,
+        _moment(started.time) if started else "",
+        "" if resumed < 1 else "resumed once" if resumed == 1 else f"resumed {resumed:,} times",
+    ]
+    page = render(
+        started.task if started else plan.task.name,
+        facts,
+        _tiles(plan, record),
+        _sections(plan, record),
+        outcome,
+    )
     return write_whole(run / "report.html", page, "the report")
 
 
-def render(template: str, figures: Iterable[Figure], **values: Any) -> str:
-    """Render a template of this package with `values`. The page's script reads `figures`."""
+def render(
+    title: str,
+    facts: Sequence[str],
+    tiles: Sequence[tuple[str, str, str]],
+    sections: Sequence[Section],
+    outcome: Tag | None = None,
+) -> str:
+    """Render a page. The page's script reads the data of the figures.
+
+    Args:
+        title: shown at the top, followed by the `facts` that are not empty and the `outcome`.
+        tiles: key figures, as (label, figure, remark).
+        sections: those that are empty are omitted.
+    """
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_read),
+        loader=jinja2.PackageLoader("anybatch.report", ""),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    specs = {figure.id: dataclasses.asdict(figure) for figure in figures}
-    return environment.get_template(template).render(draw=draw, specs=specs, **values)
-
-
-def _read(name: str) -> str:
-    return resources.files(__package__ or "anybatch.report").joinpath(name).read_text("utf-8")
-
-
-def _page(plan: Plan, record: Record) -> str:
-    noise = record.noise()
-    drawn = _figures(plan, record, noise)
-    return render(
-        "page.html.jinja",
-        [figure for group in drawn.values() for figure in group],
-        header=_header(plan, record),
-        tiles=_tiles(plan, record),
-        plan=plan.explain(),
-        notices=_notices(plan, record),
-        memory_parts=_memory_parts(plan),
-        comparisons=_comparisons(plan, record),
-        method=plan.prediction.method if plan.prediction else "",
-        drawn=drawn,
-        evaluated=bool(record.evaluations),
-        batch=lines(plan, noise),
-        unmeasured=unmeasured(plan, record.num_steps),
-        events=_events(record),
-        rejected=_rejected(plan),
-        commands=_each_once(start.command for start in record.starts),
-        how=_how_it_was_run(record),
+    shown = [section for section in sections if not section.is_empty]
+    figures = [figure for section in shown for figure in section.figures]
+    return environment.get_template("page.html.jinja").render(
+        title=title,
+        facts=facts,
+        tiles=tiles,
+        sections=shown,
+        outcome=outcome,
+        draw=draw,
+        specs={figure.id: dataclasses.asdict(figure) for figure in figures},
     )
 
 
-def _figures(plan: Plan, record: Record, noise: Sequence[Block]) -> dict[str, list[Figure]]:
-    memory = figures.memory(plan, _measured_peak(record))
-    loss = figures.loss(record)
-    candidates = figures.candidates(plan)
-    on_average = " on average" if plan.task.batch_rule else ""
+def _sections(plan: Plan, record: Record) -> list[Section]:
+    noise = record.noise()
     size = mean_batch(plan, in_unit_of_batch(noise)[0])
-    scale = figures.noise_scale(noise, size, on_average)
-    return {
-        "memory": [memory] if memory else [],
-        "loss": [loss] if loss else [],
-        "metrics": figures.metrics(record),
-        "speed": [*figures.speed(record), *figures.optimisation(record)],
-        "noise": [scale] if scale else [],
-        "candidates": [candidates] if candidates else [],
-    }
-
-
-# ------------------------------------------------------------------------------------- the header
-
-
-def _header(plan: Plan, record: Record) -> dict[str, str]:
-    ended = record.ended
-    if ended is None:
-        state, outcome = "warn", "no end recorded: the run was killed, or is still going"
-    elif ended.finished:
-        state, outcome = "good", "finished"
+    batch = lines(plan, noise)
+    reason = [] if batch else [unmeasured(plan, record.num_steps)]
+    method = plan.prediction.method if plan.prediction else ""
+    memory = figures.memory(plan, _measured_peak(record))
+    loss, metrics = figures.loss(record), figures.metrics(record)
+    if not record.evaluations:
+        scored = ["No held-out samples were evaluated."]
     else:
-        state, outcome = "warn", f"stopped early: {ended.reason or 'no reason given'}"
-    started = record.starts[0] if record.starts else None
-    resumed = len(record.starts) - 1
-    times = "" if resumed < 1 else "resumed once" if resumed == 1 else f"resumed {resumed:,} times"
-    return {
-        "task": str(started.task if started else plan.task.name),
-        "device": str(started.device if started else plan.device_name or plan.device),
-        "began": _moment(started.time) if started else "",
-        "resumed": times,
-        "state": state,
-        "outcome": outcome,
-    }
+        scored = [] if metrics else ["The task has no metrics besides its loss."]
+    compared = table_of(plan, plan.rejected)
+    reasons = [[*row, c.reason] for row, c in zip(compared.rows, plan.rejected, strict=True)]
+    rejected = Table([*compared.columns, ("reason", "words")], reasons)
+    notices = [*plan.notices, *(notice for start in record.starts for notice in start.notices)]
+    return [
+        Section("Plan", pairs=plan.explain()),
+        Section("Notices", _each_once(notices)),
+        Section(
+            "Predicted and measured",
+            [f"Predicted by: {method}"] if method else [],
+            table=_comparisons(plan, record),
+        ),
+        Section("Memory", figures=memory, table=_memory_parts(plan)),
+        Section("Loss", [] if loss else ["No step was committed."], figures=loss),
+        Section("Metrics", scored, figures=metrics),
+        Section(
+            "Speed and optimisation",
+            figures=[*figures.speed(record), *figures.optimisation(record)],
+        ),
+        Section(
+            "Is the batch worth it?",
+            reason,
+            batch,
+            figures.noise_scale(noise, size, " on average" if plan.task.batch_rule else ""),
+        ),
+        Section("Events", table=_events(record)),
+        Section(
+            "Candidates",
+            figures=figures.candidates(plan),
+            more=("All candidates not taken", rejected),
+        ),
+        Section("How it was run", pairs=_how_it_was_run(record)),
+    ]
 
 
 def _tiles(plan: Plan, record: Record) -> list[tuple[str, str, str]]:
-    """The key figures of the run, as (label, figure, remark)."""
     tiles: list[tuple[str, str, str]] = []
     if record.evaluations:
         last = record.evaluations[-1]
@@ -152,8 +168,11 @@ def _tiles(plan: Plan, record: Record) -> list[tuple[str, str, str]]:
             ("training loss", format_number(float(record.column("loss")[-1])), "last step")
         )
     total = record.starts[-1].total_steps if record.starts else None
-    of_total = "" if total is None else f"of {format_count(total)}"
-    tiles.append(("steps", format_count(_last_step(record)), of_total))
+    done = record.ended.steps if record.ended else 0
+    done = int(record.column("step")[-1]) if record.num_steps else done
+    tiles.append(
+        ("steps", format_count(done), "" if total is None else f"of {format_count(total)}")
+    )
     tiles.append(("time", format_seconds(record.seconds), ""))
     seconds = record.column("seconds")
     if seconds.sum() > 0:
@@ -171,20 +190,6 @@ def _tiles(plan: Plan, record: Record) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _last_step(record: Record) -> int:
-    if record.num_steps:
-        return int(record.column("step")[-1])
-    return record.ended.steps if record.ended else 0
-
-
-def _notices(plan: Plan, record: Record) -> list[str]:
-    told = [*plan.notices, *(notice for start in record.starts for notice in start.notices)]
-    return list(dict.fromkeys(told))
-
-
-# ------------------------------------------------------------------------------------- the tables
-
-
 def _measured_peak(record: Record) -> int | None:
     steps = [int(record.column("memory_bytes").max())] if record.num_steps else []
     return max([*steps, *(end.measured_peak_bytes for end in record.ends)], default=None)
@@ -195,92 +200,71 @@ def _comparisons(plan: Plan, record: Record) -> Table:
     median = float(np.median(seconds)) if len(seconds) else None
     ended = record.ended or RunEnded(
         time=0.0,
-        steps=record.num_steps,
+        steps=0,
         samples_seen=0,
-        seconds=record.seconds,
-        step_seconds=None,
-        predicted_peak_bytes=None,
+        seconds=0.0,
+        step_seconds=median,
+        predicted_peak_bytes=told and told.peak_bytes,
         measured_peak_bytes=0,
-        predicted_step_seconds=None,
+        predicted_step_seconds=told and told.step_seconds,
         budget_bytes=None,
         finished=False,
         data_seconds=(median or 0.0) - float(np.median(seconds - waited)) if len(seconds) else 0.0,
     )
-    rows = compare(
-        dataclasses.replace(
-            ended,
-            predicted_peak_bytes=ended.predicted_peak_bytes or (told.peak_bytes if told else None),
-            measured_peak_bytes=_measured_peak(record) or 0,
-            budget_bytes=plan.budget_bytes,
-            predicted_step_seconds=ended.predicted_step_seconds
-            or (told.step_seconds if told else None),
-            step_seconds=ended.step_seconds or median,
-        )
+    over_all_starts = dataclasses.replace(
+        ended,
+        measured_peak_bytes=_measured_peak(record) or 0,
+        budget_bytes=plan.budget_bytes,
+        step_seconds=ended.step_seconds or median,
     )
-    return comparison_table(rows)
+    return comparison_table(compare(over_all_starts))
 
 
-def _memory_parts(plan: Plan) -> list[tuple[str, str, str, str]]:
+def _memory_parts(plan: Plan) -> Table:
     parts = figures.memory_parts(plan)
-    total = sum(size for _, size, _ in parts)
-    return [(kind, format_bytes(size), f"{size / total:.0%}", color) for kind, size, color in parts]
+    total = sum(size for _, size in parts)
+    return Table(
+        [("at the predicted peak", "words"), ("bytes", "number"), ("share", "number")],
+        [(kind, format_bytes(size), f"{size / total:.0%}") for kind, size in parts],
+    )
 
 
-def _events(record: Record) -> dict[str, Any]:
+def _events(record: Record) -> Table:
     begin = record.others[0].time if record.others else 0.0
-    shown = [event for event in record.others if not isinstance(event, Rebalanced)]
-    hidden = len(shown) - MAX_EVENTS
-    half = MAX_EVENTS // 2
-    head, tail = (shown, []) if hidden <= 0 else (shown[:half], shown[-half:])
-    return {
-        "head": [_event_row(event, begin) for event in head],
-        "hidden": format_count(hidden) if hidden > 0 else "",
-        "tail": [_event_row(event, begin) for event in tail],
-    }
+    rows = [
+        _event_row(event, begin) for event in record.others if not isinstance(event, Rebalanced)
+    ]
+    hidden = len(rows) - MAX_EVENTS
+    if hidden > 0:
+        half = MAX_EVENTS // 2
+        gap = ("", "", "", f"{format_count(hidden)} more events: see events.jsonl")
+        rows = [*rows[:half], gap, *rows[-half:]]
+    return Table(
+        [("after", "number"), ("step", "number"), ("event", "whole"), ("what happened", "words")],
+        rows,
+    )
 
 
-def _event_row(event: Event, begin: float) -> dict[str, str]:
+def _event_row(event: Event, begin: float) -> tuple[str, ...]:
     step = getattr(event, "step", None)
-    return {
-        "after": format_seconds(after) if (after := event.time - begin) >= 1e-3 else "0 s",
-        "step": MISSING if step is None else format_count(step),
-        "label": event.kind.replace("_", " "),
-        "state": severity(event),
-        "sentence": describe(event),
-    }
-
-
-def _rejected(plan: Plan) -> Table:
-    columns: list[tuple[str, Content]] = [
-        ("micro-batch", "number"),
-        ("precision", "words"),
-        ("recompute", "words"),
-        ("predicted peak", "number"),
-        ("predicted step", "number"),
-        ("reason", "words"),
-    ]
-    cells = [
-        (
-            format_count(candidate.choice.micro_batch),
-            candidate.choice.precision,
-            candidate.choice.recompute.describe()
-            + (", loss in chunks" if candidate.choice.chunked_head else ""),
-            "" if candidate.peak_bytes is None else format_bytes(candidate.peak_bytes),
-            format_seconds(candidate.step_seconds),
-            candidate.reason,
-        )
-        for candidate in plan.rejected
-    ]
-    return Table(columns, cells)
+    after = event.time - begin
+    return (
+        format_seconds(after) if after >= 1e-3 else "0 s",
+        MISSING if step is None else format_count(step),
+        Tag(event.kind.replace("_", " "), severity(event)),
+        describe(event),
+    )
 
 
 def _how_it_was_run(record: Record) -> list[tuple[str, str]]:
-    """The environment of the run as (what, how) lines, shown with the command so that the run can be
-    repeated. Versions are from the last start."""
+    """The commands and the environment of the run, so that it can be repeated. Versions are from the
+    last start."""
     if not record.starts:
         return []
     ended = f", ended {_moment(record.ended.time)}" if record.ended else ""
+    commands = _each_once(start.command for start in record.starts)
     lines = [
+        *(("resumed by" if number else "command", one) for number, one in enumerate(commands)),
         ("host", ", ".join(_each_once(start.host for start in record.starts))),
         ("device", ", ".join(_each_once(start.device for start in record.starts))),
         ("date", f"began {_moment(record.starts[0].time)}{ended}"),

@@ -23,7 +23,6 @@ _CHARACTER, _LINE = 6.6, 18.0  # average width of a character, and height of a l
 _TOP, _RIGHT = 14.0, 14.0
 _ABOVE = 20.0  # height of labels above the plot
 _THIN = 3.0  # bars up to this width have no edge, which would hide them
-_MOST_NAMED = 0.4  # maximum fraction of the width for names of rows
 
 Values: TypeAlias = Sequence[float | None]
 """None is a gap."""
@@ -195,8 +194,6 @@ class _Drawing:
             xs += [*trace.x, *(trace.low if trace.kind == "bars" else ())]
             ys += [*trace.y, *(trace.low if trace.kind == "area" else ())]
         self._x, self._y = _Scale(figure.x, xs), _Scale(figure.y, ys)
-        most = int(_MOST_NAMED * width / _CHARACTER)
-        self._y.ticks = [(part, _shortened(name, most)) for part, name in self._y.ticks]
         widest = max((len(name) for _, name in self._y.ticks), default=0)
         self._left = 12 + _CHARACTER * widest + (_LINE if figure.y.title else 0)
         self._right = width - _RIGHT
@@ -227,12 +224,12 @@ class _Drawing:
 
     def _axes(self) -> Iterator[str]:
         x_axis, y_axis = self._figure.x, self._figure.y
-        named = _Labels()
+        named: list[tuple[float, float]] = []
         for part, name in self._x.ticks:
             x = self._across(part)
             if x_axis.grid:
                 yield _path([(x, self._top), (x, self._bottom)], "--grid", 1)
-            if named.have_room(x, name, "middle"):
+            if _has_room(named, x, name, "middle"):
                 yield _text(x, self._bottom + _LINE - 2, name, "middle")
         for part, name in self._y.ticks:
             y = self._up(part)
@@ -287,7 +284,7 @@ class _Drawing:
         ]
 
     def _marks(self) -> Iterator[str]:
-        named = _Labels()
+        named: list[tuple[float, float]] = []
         for mark in self._figure.marks:
             part = (self._x if mark.axis == "x" else self._y).part(mark.value)
             if part is None:
@@ -299,30 +296,18 @@ class _Drawing:
                 y, anchor = self._up(part), "end"
                 line, label = [(self._left, y), (self._right, y)], (self._right, y - 5)
             yield _path(line, mark.color, 1.5, mark.dotted)
-            if mark.text and (mark.axis == "y" or named.have_room(label[0], mark.text, anchor)):
+            if mark.text and (mark.axis == "y" or _has_room(named, label[0], mark.text, anchor)):
                 yield _text(*label, mark.text, anchor)
 
 
-@final
-class _Labels:
-    """Positions of the labels on one line, which must not overlap."""
-
-    def __init__(self) -> None:
-        self._taken: list[tuple[float, float]] = []
-
-    def have_room(self, x: float, text: str, anchor: str) -> bool:
-        """Whether `text` fits at `x`. If it does, the space is reserved."""
-        width = _CHARACTER * (len(text) + 1)
-        begin = x - width * {"start": 0.0, "middle": 0.5, "end": 1.0}[anchor]
-        is_free = all(begin >= end or begin + width <= other for other, end in self._taken)
-        if is_free:
-            self._taken.append((begin, begin + width))
-        return is_free
-
-
-def _shortened(name: str, most: int) -> str:
-    half = most // 2
-    return name if len(name) <= most else f"{name[:half]}…{name[half - most + 1 :]}"
+def _has_room(named: list[tuple[float, float]], x: float, text: str, anchor: str) -> bool:
+    """Whether `text` fits at `x`, beside the labels at `named`, to which it is added then."""
+    width = _CHARACTER * (len(text) + 1)
+    begin = x - width * {"start": 0.0, "middle": 0.5, "end": 1.0}[anchor]
+    is_free = all(begin >= end or begin + width <= other for other, end in named)
+    if is_free:
+        named.append((begin, begin + width))
+    return is_free
 
 
 def _stairs(points: Sequence[_Point | None]) -> list[_Point | None]:

@@ -7,8 +7,7 @@ curves, a repeated step replaces the first one. The list of events keeps both.
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -17,12 +16,6 @@ from numpy.typing import NDArray
 
 from anybatch.events import Evaluated, Event, RunEnded, RunStarted, StepDone
 from anybatch.insight.noise_series import Block, Series
-
-_COLUMNS = (
-    *("step", "loss", "learning_rate", "grad_norm", "samples"),
-    *("seconds", "data_seconds", "memory_bytes"),
-)
-"""Fields of `StepDone` that are kept for every step; None is stored as NaN."""
 
 
 @dataclass
@@ -39,7 +32,7 @@ class Record:
     ends: list[RunEnded] = field(default_factory=list)
     evaluations: list[Evaluated] = field(default_factory=list)
     others: list[Event] = field(default_factory=list)
-    _steps: dict[int, tuple[array[float], Mapping[str, float]]] = field(default_factory=dict)
+    _steps: dict[int, StepDone] = field(default_factory=dict)
     _noise: Series = field(default_factory=Series)
     _last_time: float | None = None
 
@@ -82,8 +75,8 @@ class Record:
 
     def column(self, name: str) -> NDArray[np.float64]:
         """The values of a field of `StepDone`, one per step; NaN where it is None."""
-        place = _COLUMNS.index(name)
-        return np.array([values[place] for values, _ in self._steps.values()], dtype=np.float64)
+        values = [getattr(step, name) for step in self._steps.values()]
+        return np.array(values, dtype=np.float64)  # None becomes NaN
 
     def noise(self) -> Sequence[Block]:
         """Measurements of the gradient noise in the steps."""
@@ -91,24 +84,23 @@ class Record:
 
     def metric(self, name: str) -> NDArray[np.float64]:
         """The values of a training metric, one per step; NaN where there is none."""
-        return np.array([metrics.get(name, math.nan) for _, metrics in self._steps.values()])
+        return np.array([step.metrics.get(name, math.nan) for step in self._steps.values()])
 
     def metric_names(self) -> list[str]:
         """Names of metrics in order of first occurrence: those of evaluations first, then those of
         training alone."""
-        names = [name for event in self.evaluations for name in event.metrics]
-        return list(dict.fromkeys([*names, *chain(*(each for _, each in self._steps.values()))]))
+        scored = chain(self.evaluations, self._steps.values())
+        return list(dict.fromkeys(name for event in scored for name in event.metrics))
 
     def _add(self, event: Event) -> None:
         self._last_time = event.time
+        if isinstance(event, StepDone | Evaluated):
+            while self.evaluations and self.evaluations[-1].step >= event.step:
+                self.evaluations.pop()
         if isinstance(event, StepDone):
             while self._steps and next(reversed(self._steps)) >= event.step:
                 self._steps.popitem()
-            while self.evaluations and self.evaluations[-1].step >= event.step:
-                self.evaluations.pop()
-            values = (getattr(event, name) for name in _COLUMNS)
-            kept = array("d", (math.nan if value is None else value for value in values))
-            self._steps[event.step] = kept, event.metrics
+            self._steps[event.step] = event
             self._noise(event)
             return
         self.others.append(event)
@@ -117,6 +109,4 @@ class Record:
         elif isinstance(event, RunEnded):
             self.ends.append(event)
         elif isinstance(event, Evaluated):
-            while self.evaluations and self.evaluations[-1].step >= event.step:
-                self.evaluations.pop()
             self.evaluations.append(event)

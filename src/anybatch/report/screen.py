@@ -1,14 +1,13 @@
-"""Screens on which progress is shown: a bar that is redrawn in a terminal, a notebook cell that is
-updated, and plain lines everywhere else.
+"""Screen: shows text permanently, with a bar below it that is redrawn in a terminal or a notebook cell.
+In a file or a pipe there are plain lines only.
 
-A screen draws in the calling thread. Unlike most progress bars, it has no background thread: data
+The bar is drawn in the calling thread. Unlike most progress bars, it has no background thread: data
 loaders fork, and a child forked while another thread holds the console's lock would wait for it
 forever.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from io import StringIO
 from typing import Any, final
@@ -17,142 +16,89 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-Write = Callable[[Console], None]
-"""A function that prints on the given console."""
+_CELL_COLUMNS = 100
+_CELL_STYLE = (
+    "white-space:pre;overflow-x:auto;line-height:normal;"
+    "font-family:Menlo,'DejaVu Sans Mono',Consolas,'Courier New',monospace"
+)
 
 
-class Screen(ABC):
-    """Shows text permanently and, if supported, a bar below it that is updated.
+@final
+class Screen:
+    """The output of `console`. A notebook cell has one display, which is replaced as a whole, so that a
+    notebook opened later shows its last state.
 
     Attributes:
         redraw_seconds: minimum time between two updates of the bar; None: bars are not supported.
     """
 
-    redraw_seconds: float | None = None
+    def __init__(self, console: Console) -> None:
+        self._is_cell = console.is_jupyter
+        self._console = _recorder() if self._is_cell else console
+        is_terminal = console.is_terminal and console.is_interactive
+        self.redraw_seconds: float | None = 0.5 if self._is_cell else 0.1 if is_terminal else None
+        self._bar: RenderableType | None = None
+        self._live: Live | None = None
+        self._cell: Any = None
 
-    @abstractmethod
-    def write(self, write: Write) -> None:
-        """Show the output of `write` permanently."""
+    @property
+    def width(self) -> int:
+        """Width in characters."""
+        return self._console.width
+
+    def write(self, write: Callable[[Console], None]) -> None:
+        """Show permanently what `write` prints on the console that it is given."""
+        write(self._console)
+        if self._is_cell:
+            self._update_cell()
 
     def say(self, sentence: str, style: str = "") -> None:
         """Show a sentence permanently."""
         # Plain lines are not wrapped, since their reader wraps or searches them.
-        self.write(
-            lambda console: console.print(
-                Text(sentence, style), soft_wrap=self.redraw_seconds is None
-            )
-        )
-
-    def draw(self, bar: RenderableType) -> None:  # noqa: B027 - there may be none
-        """Show `bar` in place of the current bar."""
-
-    def close(self) -> None:  # noqa: B027
-        """Leave the current bar, if any, in its last state; the next `draw` starts a new bar. Closing
-        twice is allowed."""
-
-
-def screen_of(console: Console) -> Screen:
-    """Return the screen suitable for `console`."""
-    if console.is_jupyter:
-        return _Cell()
-    if console.is_terminal and console.is_interactive:
-        return _Terminal(console)
-    return _Lines(console)
-
-
-@final
-class _Lines(Screen):
-    """A screen for files, pipes, and terminals that do not support a bar."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def write(self, write: Write) -> None:
-        """See `Screen`."""
-        write(self._console)
-
-
-@final
-class _Terminal(Screen):
-    redraw_seconds = 0.1
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._live: Live | None = None
-
-    def write(self, write: Write) -> None:
-        """See `Screen`."""
-        write(self._console)
+        is_plain = self.redraw_seconds is None
+        self.write(lambda console: console.print(Text(sentence, style), soft_wrap=is_plain))
 
     def draw(self, bar: RenderableType) -> None:
-        """See `Screen`."""
-        if self._live is None:
+        """Show `bar` in place of the current bar."""
+        self._bar = bar
+        if self._is_cell:
+            self._update_cell()
+        elif self._live is None:
             self._live = Live(bar, console=self._console, auto_refresh=False)
             self._live.start(refresh=True)
         else:
             self._live.update(bar, refresh=True)
 
     def close(self) -> None:
-        """See `Screen`."""
+        """Leave the current bar, if any, in its last state; the next `draw` starts a new bar. Closing
+        twice is allowed."""
         if self._live is not None:
             self._live.stop()
             self._live = None
+        elif self._is_cell and self._bar is not None:
+            self._console.print(self._bar)
+        self._bar = None
 
-
-@final
-class _Cell(Screen):
-    """The output of a notebook cell: one display with all permanent text and the bar.
-
-    Every change sends the whole content, so that a notebook opened later shows its last state.
-    """
-
-    redraw_seconds = 0.5
-    _COLUMNS = 100
-    _FONT = "Menlo,'DejaVu Sans Mono',Consolas,'Courier New',monospace"
-
-    def __init__(self) -> None:
-        self._written: list[tuple[str, str]] = []  # (HTML, text) of each output
-        self._bar: RenderableType | None = None
-        self._handle: Any = None
-
-    def write(self, write: Write) -> None:
-        """See `Screen`."""
-        self._written.append(self._both(write))
-        self._show()
-
-    def draw(self, bar: RenderableType) -> None:
-        """See `Screen`."""
-        self._bar = bar
-        self._show()
-
-    def close(self) -> None:
-        """See `Screen`."""
-        if self._bar is not None:
-            bar, self._bar = self._bar, None
-            self.write(lambda console: console.print(bar))
-
-    def _show(self) -> None:
+    def _update_cell(self) -> None:
         from IPython.display import display  # available, since this is a notebook
 
-        shown = list(self._written)
-        if (bar := self._bar) is not None:
-            shown.append(self._both(lambda console: console.print(bar)))
-        html = "".join(html for html, _ in shown)
-        data = {
-            "text/html": f'<pre style="white-space:pre;overflow-x:auto;line-height:normal;'
-            f'font-family:{self._FONT}">{html}</pre>',
-            "text/plain": "".join(text for _, text in shown),
-        }
-        if self._handle is None:
-            self._handle = display(data, raw=True, display_id=True)
-        else:
-            self._handle.update(data, raw=True)
-
-    def _both(self, write: Write) -> tuple[str, str]:
-        """The output of `write`, as HTML and as text."""
-        console = Console(
-            file=StringIO(), record=True, width=self._COLUMNS, force_jupyter=False, no_color=False
+        consoles = [self._console]
+        if self._bar is not None:
+            consoles.append(_recorder())
+            consoles[-1].print(self._bar)
+        text = "".join(one.export_text(clear=False) for one in consoles)
+        html = "".join(
+            one.export_html(clear=False, inline_styles=True, code_format="{code}")
+            for one in consoles
         )
-        write(console)
-        text = console.export_text(clear=False)
-        return console.export_html(inline_styles=True, code_format="{code}"), text
+        data = {"text/html": f'<pre style="{_CELL_STYLE}">{html}</pre>', "text/plain": text}
+        if self._cell is None:
+            self._cell = display(data, raw=True, display_id=True)
+        else:
+            self._cell.update(data, raw=True)
+
+
+def _recorder() -> Console:
+    return Console(
+        file=StringIO(), record=True, width=_CELL_COLUMNS, force_jupyter=False, no_color=False
+    )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, TypeAlias
 
+from anybatch.errors import some
 from anybatch.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -169,9 +170,7 @@ def _skipped(event: Skipped) -> str:
             f"Step {step} is left out, with {counted(event.num_samples, 'sample')} of epoch"
             f" {event.epoch}: {reason}."
         )
-    shown = ", ".join(map(str, event.samples[:_SHOWN]))
-    more = len(event.samples) - _SHOWN
-    shown += f" and {format_count(more)} more" if more > 0 else ""
+    shown = some(event.samples, _SHOWN)
     noun = "Sample" if len(event.samples) == 1 else "Samples"
     are = "is" if len(event.samples) == 1 else "are"
     if event.held_out:

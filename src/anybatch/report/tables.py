@@ -1,7 +1,7 @@
-"""Sections of terminal output: a title, followed by a table, pairs of words, or sentences.
+"""Sections of text, figures and tables, for a terminal or a page (see `page.py`).
 
-Sections are read at 80 columns, in logs and without color, so structure is expressed by words, space
-and alignment, and color only repeats it.
+In a terminal, sections are read at 80 columns, in logs and without color, so structure is expressed by
+words, space and alignment, and color only repeats it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Literal, TypeAlias
 
 from rich import box
 from rich import table as rich_table
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, Group
 from rich.padding import Padding
-from rich.segment import Segment
 from rich.text import Text
+
+from anybatch.report.plot import Figure
 
 Content: TypeAlias = Literal["words", "number", "whole"]
 """Type of the content of a column; `"whole"`: words that are not wrapped."""
@@ -29,8 +30,70 @@ class Table:
     rows: Sequence[Sequence[str]]
 
 
-def printed(table: Table) -> rich_table.Table:
-    """Return `table` as a rich table for a terminal."""
+class Tag(str):
+    """A cell that a page shows in the colors of `state`: plain, good, warn or bad."""
+
+    state: str
+
+    def __new__(cls, text: str, state: str) -> Tag:
+        tag = super().__new__(cls, text)
+        tag.state = state
+        return tag
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A section of a page or of terminal output. Its parts are shown in the order of the attributes; a
+    section without any is omitted.
+
+    Attributes:
+        pairs: (what, how) lines.
+        figures: shown only on a page.
+        more: title and content of a collapsed table, expanded by a click on its title. Shown only on a
+            page.
+    """
+
+    title: str
+    sentences: Sequence[str] = ()
+    pairs: Sequence[tuple[str, str]] = ()
+    figures: Sequence[Figure] = ()
+    table: Table | None = None
+    more: tuple[str, Table] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to show."""
+        tables = (self.table, self.more[1] if self.more else None)
+        has_rows = any(table is not None and table.rows for table in tables)
+        return not (self.sentences or self.pairs or self.figures or has_rows)
+
+
+def print_sections(console: Console, sections: Iterable[Section]) -> None:
+    """Print `sections`, except for parts that only a page can show."""
+    for section in sections:
+        if section.is_empty:
+            continue
+        body = Group(
+            _grid([("*", sentence) for sentence in section.sentences], "yellow", 1),
+            _grid(section.pairs, "dim", 3),
+            _printed(section.table) if section.table is not None else Group(),
+        )
+        # A console without a width (a file, a pipe) has 80 columns.
+        console.print(Text(section.title, "bold"), soft_wrap=True)
+        console.print(Padding(body, (0, 0, 0, 2), expand=False))
+        console.print()
+
+
+def _grid(lines: Iterable[tuple[str, str]], style: str, gap: int) -> rich_table.Table:
+    table = rich_table.Table.grid(padding=(0, gap, 0, 0))
+    table.add_column(style=style, no_wrap=True)
+    table.add_column(overflow="fold")
+    for what, how in lines:
+        table.add_row(Text(what), Text(how))
+    return table
+
+
+def _printed(table: Table) -> rich_table.Table:
     found = rich_table.Table(
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
     )
@@ -45,45 +108,3 @@ def printed(table: Table) -> rich_table.Table:
     for row in table.rows:
         found.add_row(*map(Text, row))
     return found
-
-
-def print_section(console: Console, title: str, body: RenderableType) -> None:
-    # A console without a width (a file, a pipe) has 80 columns.
-    console.print(Text(title, "bold"), soft_wrap=True)
-    console.print(_Trimmed(Padding(body, (0, 0, 0, 2), expand=False)))
-    console.print()
-
-
-class _Trimmed:
-    """A renderable with trailing blanks removed from its lines, so that it can be copied cleanly."""
-
-    def __init__(self, body: RenderableType) -> None:
-        self._body = body
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for line in console.render_lines(self._body, options, pad=False):
-            while line and not line[-1].text.rstrip():
-                line.pop()
-            if line:
-                last = line.pop()
-                line.append(Segment(last.text.rstrip(), last.style, last.control))
-            yield from line
-            yield Segment.line()
-
-
-def pairs(lines: Iterable[tuple[str, str]]) -> rich_table.Table:
-    table = rich_table.Table.grid(padding=(0, 3, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for what, how in lines:
-        table.add_row(Text(what), Text(how))
-    return table
-
-
-def bullets(sentences: Iterable[str]) -> rich_table.Table:
-    table = rich_table.Table.grid(padding=(0, 1, 0, 0))
-    table.add_column(style="yellow", no_wrap=True)
-    table.add_column(overflow="fold")
-    for sentence in sentences:
-        table.add_row("*", Text(sentence))
-    return table

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import Any, Self, final
 
 from anybatch.errors import InputError
 from anybatch.events import (
@@ -32,9 +32,6 @@ from anybatch.plans import Plan
 from anybatch.report.folder import TENSORBOARD
 from anybatch.report.log import iterate
 from anybatch.report.sentences import describe
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 Scalars = dict[str, float]
 """One value for each curve, by name. TensorBoard groups names by the part before the first `/`."""
@@ -121,7 +118,7 @@ class TensorBoardLog:
         self._folder = folder
         self._given_up = False
         self._earlier = earlier if resume else None
-        self._writers: list[SummaryWriter] = []
+        self._writers: list[Any] = []  # of torch's `SummaryWriter`
         self._opening: RunStarted | None = None
         self._budget: int | None = None
         self._step, self._samples_seen, self._evaluated = 0, 0, 0
@@ -187,14 +184,14 @@ class TensorBoardLog:
             self._step, self._samples_seen = resumed.step, resumed.samples_seen
             self._evaluated = self._evaluated if self._evaluated <= resumed.step else 0
             # TensorBoard discards the later steps that it has read.
-            record: Any = import_module("tensorboard.compat.proto.event_pb2")  # untyped
+            record = import_module("tensorboard.compat.proto.event_pb2")
             log = record.SessionLog(status=record.SessionLog.START)
             for writer, last in ((by_step, resumed.step), (by_samples, resumed.samples_seen)):
-                _files(writer).add_event(record.Event(session_log=log), last + 1, started.time)
+                writer.file_writer.add_event(record.Event(session_log=log), last + 1, started.time)
         else:
             hparams = import_module(_HPARAMS).hparams_pb
             settings = hparams(settings_of(started), start_time_secs=started.time)
-            _files(by_step).add_summary(settings, walltime=started.time)
+            by_step.file_writer.add_summary(settings, walltime=started.time)
         by_step.add_text("run", _as_text(started), self._step, started.time)
         self._follow(started.plan, started.time)
 
@@ -280,17 +277,12 @@ def _check_tensorboard() -> None:
         ) from None
 
 
-def _add_scalars(writer: SummaryWriter, values: Scalars, step: int, time: float) -> None:
+def _add_scalars(writer: Any, values: Scalars, step: int, time: float) -> None:
     """Write all values in one record: calling `add_scalar` for each takes 2 ms more per step."""
     summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
     scalars = [summary.Value(tag=name, simple_value=value) for name, value in values.items()]
     if scalars:
-        _files(writer).add_summary(summary(value=scalars), step, time)
-
-
-def _files(writer: SummaryWriter) -> Any:
-    """The `FileWriter` of a `SummaryWriter`, for records for which the latter has no method."""
-    return writer._get_file_writer()
+        writer.file_writer.add_summary(summary(value=scalars), step, time)
 
 
 def _unwritable(folder: Path, error: OSError) -> str:
@@ -311,7 +303,6 @@ def _plan_as_text(plan: Mapping[str, Any]) -> str:
 
 
 def _table(rows: list[tuple[str, str]]) -> str:
-    """A Markdown table with two columns."""
     cells = [f"| {what} | {how.translate(_IN_A_TABLE)} |" for what, how in rows]
     return "\n".join(["| | |", "| --- | --- |", *cells])
 

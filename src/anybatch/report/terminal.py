@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console, Group
-from rich.text import Text
+from rich.console import Console
 
 from anybatch.events import Evaluated, RunEnded, RunStarted
 from anybatch.insight.scaling import Scaled, efficiency, limit, what_limits
@@ -20,7 +19,7 @@ from anybatch.report.sentences import (
     format_scores,
     format_speed,
 )
-from anybatch.report.tables import Table, bullets, pairs, print_section, printed
+from anybatch.report.tables import Section, Table, print_sections
 from anybatch.units import format_bytes, format_count, format_seconds
 
 
@@ -30,26 +29,30 @@ def print_plan(console: Console, plan: Plan, why: bool = False) -> None:
     lines = plan.explain()
     if plan.prediction is not None and plan.prediction.by_kind:
         place = 1 + next(i for i, (what, _) in enumerate(lines) if what.endswith(" peak"))
-        lines.insert(place, ("at the peak", _by_kind(plan.prediction.by_kind)))
-    print_section(console, "Plan", pairs(lines))
-    if plan.notices:
-        print_section(console, "Notices", bullets(plan.notices))
-    if len(plan.frontier) > 1:
-        print_section(console, "Memory against time", _frontier(plan))
-    if not plan.rejected:
-        return
+        sizes = sorted(plan.prediction.by_kind.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sizes if size)
+        lines.insert(place, ("at the peak", parts))
+    points = with_plan(plan) if len(plan.frontier) > 1 else []
+    shown = _spread(plan, points)
+    hidden = len(points) - len(shown)
+    more = f" {hidden} more lie between them." if hidden else ""
+    best = f"The best trade-offs, leanest first: nothing else is both smaller and faster.{more}"
+    sections = [
+        Section("Plan", pairs=lines),
+        Section("Notices", plan.notices),
+        Section("Memory against time", [best] if points else (), table=table_of(plan, shown)),
+    ]
     if why:
         possible = [candidate for candidate in plan.rejected if candidate.possible]
-        print_section(console, "Rejected", printed(table_of(plan, possible)))
-        if cannot := list(dict.fromkeys(_impossible(plan))):
-            print_section(console, "Not possible", bullets(cannot))
-    else:
-        sentence = _telling(plan)
-        if len(plan.rejected) > 1:
-            sentence += (
-                f" (1 of {format_count(len(plan.rejected))}; `anybatch plan --why` lists all.)"
-            )
-        print_section(console, "Rejected", bullets([sentence]))
+        sections += [
+            Section("Rejected", table=table_of(plan, possible)),
+            Section("Not possible", list(dict.fromkeys(_impossible(plan)))),
+        ]
+    elif plan.rejected:
+        count = len(plan.rejected)
+        of_all = f" (1 of {format_count(count)}; `anybatch plan --why` lists all.)"
+        sections.append(Section("Rejected", [_telling(plan) + (of_all if count > 1 else "")]))
+    print_sections(console, sections)
 
 
 def print_result(
@@ -64,23 +67,22 @@ def print_result(
     """Print the result of a run: progress and scores, predictions compared with measurements, whether
     the batch was worth it (lines of `insight.noise_text`; if there are none, the reason in
     `unmeasured`), and `files` (description -> path)."""
-    print_section(console, "Result", pairs(_outcome(started, ended, last_evaluation)))
-    print_section(console, "Predicted and measured", printed(comparison_table(compare(ended))))
-    if batch:
-        print_section(console, "Is the batch worth it?", pairs(batch))
-    elif unmeasured:
-        print_section(console, "Is the batch worth it?", Text(unmeasured))
-    if files:
-        folders = {path.parent for path in files.values()}
-        common = folders.pop() if len(folders) == 1 else None
-        title = "Files" if common is None else f"Files in {common}"
-        shown = [(what, path.name if common else str(path)) for what, path in files.items()]
-        print_section(console, title, pairs(shown))
+    folders = {path.parent for path in files.values()}
+    common = folders.pop() if len(folders) == 1 else None
+    worth = [] if batch or not unmeasured else [unmeasured]
+    shown = [(what, path.name if common else str(path)) for what, path in files.items()]
+    sections = [
+        Section("Result", pairs=_outcome(started, ended, last_evaluation)),
+        Section("Predicted and measured", table=comparison_table(compare(ended))),
+        Section("Is the batch worth it?", worth, batch),
+        Section("Files" if common is None else f"Files in {common}", pairs=shown),
+    ]
+    print_sections(console, sections)
 
 
 def print_evaluation(
     console: Console,
-    lines: Iterable[tuple[str, str]],
+    lines: Sequence[tuple[str, str]],
     notices: Sequence[str],
     predicted_peak_bytes: int | None,
     measured_peak_bytes: int,
@@ -88,16 +90,13 @@ def print_evaluation(
 ) -> None:
     """Print the results of an evaluation, as (what, how) `lines`, and its predicted and measured
     memory."""
-    print_section(console, "Evaluation", pairs(lines))
-    if notices:
-        print_section(console, "Notices", bullets(notices))
     row = compare_peak(predicted_peak_bytes, measured_peak_bytes, budget_bytes)
-    print_section(console, "Predicted and measured", printed(comparison_table([row])))
-
-
-def _by_kind(num_bytes: Mapping[str, int]) -> str:
-    largest_first = sorted(num_bytes.items(), key=lambda item: -item[1])
-    return ", ".join(f"{kind} {format_bytes(size)}" for kind, size in largest_first if size)
+    sections = [
+        Section("Evaluation", pairs=lines),
+        Section("Notices", notices),
+        Section("Predicted and measured", table=comparison_table([row])),
+    ]
+    print_sections(console, sections)
 
 
 # ------------------------------------------------------------------------------------- candidates
@@ -121,27 +120,11 @@ def _telling(plan: Plan) -> str:
     return f"{name}: {candidate.reason.rstrip('.')}."
 
 
-def _frontier(plan: Plan) -> Group:
-    """A table of some of the best trade-offs between bytes and time."""
-    points = with_plan(plan)
-    shown = _spread(points, [is_taken(point, plan) for point in points])
-    table = printed(table_of(plan, shown))
-    hidden = len(points) - len(shown)
-    more = f" {hidden} more lie between them." if hidden else ""
-    told = f"The best trade-offs, leanest first: nothing else is both smaller and faster.{more}"
-    return Group(Text(told, "dim"), table)
-
-
-def _spread(
-    points: Sequence[FrontierPoint], kept: Sequence[bool], most: int = 5
-) -> list[FrontierPoint]:
-    """About `most` of the points: both ends, those in `kept`, and some between them."""
+def _spread(plan: Plan, points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
+    """Both ends of `points`, three between them, and the choice of `plan`."""
     last = len(points) - 1
-    chosen = (
-        {round(last * i / (most - 1)) for i in range(most)} if last >= most else {*range(last + 1)}
-    )
-    chosen |= {number for number, keep in enumerate(kept) if keep}
-    return [points[number] for number in sorted(chosen)]
+    spread = {round(last * i / 4) for i in range(5)}
+    return [one for i, one in enumerate(points) if i in spread or is_taken(one, plan)]
 
 
 def _impossible(plan: Plan) -> Iterator[str]:
@@ -160,11 +143,12 @@ def _outcome(
     steps = format_count(ended.steps)
     if started.total_steps is not None and started.total_steps != ended.steps:
         steps += f" of {format_count(started.total_steps)}"
+    left_out = f", {ended.num_skipped:,} of them left out" if ended.num_skipped else ""
     why = "finished" if ended.finished else f"stopped: {ended.reason or 'no reason given'}"
     lines = [
         ("task", str(started.task)),
         ("steps", f"{steps}, {why}"),
-        ("samples", _samples(ended)),
+        ("samples", f"{format_count(ended.samples_seen)}{left_out}"),
         ("time", format_seconds(ended.seconds)),
     ]
     if ended.samples_per_second:
@@ -182,11 +166,6 @@ def _outcome(
             )
         )
     return lines
-
-
-def _samples(ended: RunEnded) -> str:
-    taken = format_count(ended.samples_seen)
-    return f"{taken}, {ended.num_skipped:,} of them left out" if ended.num_skipped else taken
 
 
 def comparison_table(rows: Iterable[Comparison]) -> Table:
@@ -208,15 +187,15 @@ def print_scale(console: Console, rows: Sequence[Scaled], global_batch: int) -> 
     """Print `rows`, what limits each of them, and how predictions were computed."""
     titles = ("ranks", "step", "samples/s", "exchange", "efficiency")
     cells = [_of_ranks(row, rows, global_batch) for row in rows]
-    table = printed(Table([*((it, "number") for it in titles), ("", "whole")], cells))
-    print_section(
-        console, f"A global batch of {format_count(global_batch)} on several ranks", table
-    )
-    print_section(
-        console, "Limited by", pairs([(str(row.ranks), limit(row, rows)) for row in rows])
-    )
-    if any(row.step_seconds and not row.is_measured for row in rows):
-        print_section(console, "Notices", bullets([_MODEL]))
+    table = Table([*((it, "number") for it in titles), ("", "whole")], cells)
+    limits = [(str(row.ranks), limit(row, rows)) for row in rows]
+    is_predicted = any(row.step_seconds and not row.is_measured for row in rows)
+    sections = [
+        Section(f"A global batch of {format_count(global_batch)} on several ranks", table=table),
+        Section("Limited by", pairs=limits),
+        Section("Notices", [_MODEL] if is_predicted else ()),
+    ]
+    print_sections(console, sections)
 
 
 def _of_ranks(row: Scaled, rows: Sequence[Scaled], global_batch: int) -> tuple[str, ...]:

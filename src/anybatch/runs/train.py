@@ -50,9 +50,9 @@ from anybatch.plans import (
     parse_parallel,
 )
 from anybatch.report import (
-    Display,
     Ending,
     EventLog,
+    Progress,
     RunFolder,
     TensorBoardLog,
     displayed,
@@ -372,7 +372,7 @@ class _Job:
         return state, replace(result, model=nn.Identity())
 
     def train(
-        self, ranks: int | None, sinks: Sequence[Sink], display: Display | None = None
+        self, ranks: int | None, sinks: Sequence[Sink], display: Progress | None = None
     ) -> Result:
         """Train on this rank."""
         out, resumes = self.out, self.keeping.resumes
@@ -491,7 +491,7 @@ def _command() -> str:
     return shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]])
 
 
-def _and(display: Display | None) -> Sequence[Sink]:
+def _and(display: Progress | None) -> Sequence[Sink]:
     return () if display is None else (display,)
 
 

@@ -45,12 +45,16 @@ def folder(tmp_path):
 # ---------------------------------------------------------------------------------- which files
 
 
+def labels(files) -> list[int]:
+    return [label for _, label in files]
+
+
 def test_of_each_class_a_part_is_held_out_by_seed(folder):
     found = find(folder, held_out=0.2, seed=0)
     assert found.classes == ["bright", "dark"]
-    assert found.train.labels == [0] * 4 + [1] * 8
-    assert found.held_out.labels == [0, 1, 1]
-    assert len({*found.train.paths, *found.held_out.paths}) == 15
+    assert labels(found.train) == [0] * 4 + [1] * 8
+    assert labels(found.held_out) == [0, 1, 1]
+    assert len({path for path, _ in (*found.train, *found.held_out)}) == 15
     assert find(folder, 0.2, 0) == found
     assert any(find(folder, 0.2, seed) != found for seed in (1, 2, 3))
 
@@ -61,9 +65,8 @@ def test_a_part_of_its_own_is_held_out_whole(folder, name):
         path.rename((folder / "train").mkdir(exist_ok=True) or folder / "train" / path.name)
     painted(folder / name / "dark" / "deep" / "a.PNG")
     found = find(folder, held_out=0.5, seed=0)
-    assert found.train.labels == [0] * 5 + [1] * 10
-    assert found.held_out.labels == [1]
-    assert found.held_out.paths == [str(folder / name / "dark" / "deep" / "a.PNG")]
+    assert labels(found.train) == [0] * 5 + [1] * 10
+    assert found.held_out == [(str(folder / name / "dark" / "deep" / "a.PNG"), 1)]
 
 
 def test_a_class_may_be_called_train(tmp_path):
@@ -75,8 +78,8 @@ def test_a_class_may_be_called_train(tmp_path):
 def test_a_class_of_one_image_has_it_to_learn_from(folder):
     painted(folder / "alone" / "a.png")
     found = find(folder, held_out=0.9, seed=0)
-    assert 0 in found.train.labels
-    assert 0 not in found.held_out.labels
+    assert 0 in labels(found.train)
+    assert 0 not in labels(found.held_out)
 
 
 def test_files_that_are_no_images_by_name_are_left_out_and_told(folder):
@@ -84,7 +87,7 @@ def test_files_that_are_no_images_by_name_are_left_out_and_told(folder):
     (folder / "dark" / ".DS_Store").write_text("")
     (folder / ".hidden").mkdir()
     with pytest.warns(UserWarning, match=r"1 file .* left out: .*notes.txt"):
-        assert len(find(folder, 0.0, 0).train.paths) == 15
+        assert len(find(folder, 0.0, 0).train) == 15
 
 
 @pytest.mark.parametrize(
