@@ -95,7 +95,7 @@ def loss(record: Record) -> list[Figure]:
     traces, said = _scored("loss", record, values, held_out)
     levels = [y for trace in traces for y in trace.y if y is not None]
     steps = record.column("step")
-    if len(steps) > 10:
+    if len(steps) > _UNSMOOTHED:
         traces.insert(0, _line(steps, values, "training, each step", "--blue-faint", 1))
     spans_decades = bool(levels) and min(levels) > 0 and max(levels) / min(levels) > 50
     y_axis = Axis("loss (logarithmic)", is_log=True) if spans_decades else Axis("loss")
@@ -126,7 +126,8 @@ def _scored(
     said: list[str] = []
     if len(values) and (name == "loss" or np.isfinite(values).any()):
         smoothed = smooth(values)
-        traces.append(_line(record.column("step"), smoothed, "training, smoothed", "--blue"))
+        label = "training, smoothed" if len(values) > _UNSMOOTHED else "training, each step"
+        traces.append(_line(record.column("step"), smoothed, label, "--blue"))
         said.append(_course(f"Training {name}", smoothed))
     if held_out:
         steps, scores = (np.array(each, dtype=np.float64) for each in zip(*held_out, strict=True))
@@ -397,13 +398,17 @@ MAX_POINTS = 1000
 """Maximum number of points of a curve. More points than a screen has columns only slow down a page."""
 
 
+_UNSMOOTHED = 30
+"""Number of values up to which `smooth` leaves a curve as it is."""
+
+
 def smooth(values: Floats) -> Floats:
     """Exponential moving average of `values`, over about a thirtieth of the curve.
 
     Non-finite values are excluded from the mean and remain gaps. The mean is corrected for its
     initialization bias (Kingma and Ba 2015, section 3), so the first mean is the first value.
     """
-    rate = 2.0 / (max(1.0, len(values) / 30) + 1.0)
+    rate = 2.0 / (max(1.0, len(values) / _UNSMOOTHED) + 1.0)
     means = np.full(len(values), np.nan)
     total = weight = 0.0
     for index, value in enumerate(values.tolist()):

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 from rich import box
 from rich import table as rich_table
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
@@ -73,8 +73,11 @@ def print_sections(console: Console, sections: Iterable[Section]) -> None:
     for section in sections:
         if section.is_empty:
             continue
+        lines: RenderableType = _grid([("*", one) for one in section.sentences], "yellow", 1)
+        if section.table is not None:  # which the sentences introduce
+            lines = Group(*map(Text, section.sentences))
         body = Group(
-            _grid([("*", sentence) for sentence in section.sentences], "yellow", 1),
+            lines,
             _grid(section.pairs, "dim", 3),
             _printed(section.table) if section.table is not None else Group(),
         )
