@@ -108,7 +108,7 @@ from anybatch.plans import (
 from anybatch.process.cuda_driver import take_workspaces
 from anybatch.process.threads import Reminder
 from anybatch.rank import REHEARSED_PASSES
-from anybatch.rank.rehearsing import Rehearsing
+from anybatch.rank.rehearsing import Rehearsing, new_state_bytes
 from anybatch.side_effects import code_of
 from anybatch.task import (
     JointLoss,
@@ -666,11 +666,11 @@ class Step:
         if self._group.size > 1 or plan is None:
             return DEFAULT_GHOST_BATCH
         room, used = self._room_of_passes(plan), self._meter.used_bytes()
-        halves = [size // 2]
-        while halves[-1] > 5:
-            halves.append(halves[-1] // 2)
         largest = min(DEFAULT_GHOST_BATCH, size)
-        for ghost in reversed(halves):
+        halves: list[int] = []  # ascending
+        while (size := size // 2) > 2:
+            halves.insert(0, size)
+        for ghost in halves:
             found = self._run(engine, batch, plan.choice, ghost, most=3)
             if found is None or not found.fits or found.peak_bytes > room:
                 break
@@ -688,7 +688,7 @@ class Step:
     def _room_of_passes(self, plan: Plan) -> int:
         """Bytes available to passes: the budget without its reserve and without the optimizer states
         that the first update creates."""
-        states = 0 if self._optimizer.state else self._replica.state_bytes()
+        states = new_state_bytes(plan, self._replica)
         return (plan.budget_bytes or 0) - plan.reserve_bytes - states
 
     def _rehearsed(self, engine: Transactions, batch: Any) -> Plan:

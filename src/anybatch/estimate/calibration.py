@@ -299,12 +299,13 @@ _memo: dict[Where, Speeds] = {}
 def speeds_of(device: Device) -> Speeds:
     """Return the speeds of `device`: measured, now or earlier, if it is present; nominal if it is
     not, if too little memory is free, or if measuring fails."""
-    free = device.free_bytes
-    if not device.present or (free is not None and free < _MEASURING_BYTES):
+    if not device.present:
         return nominal(device)
     here = where(device)
     found = _memo.get(here) or read(here.file("speeds"), SPEEDS)
     if found is None:
+        if device.free_bytes is not None and device.free_bytes < _MEASURING_BYTES:
+            return nominal(device)
         try:
             found = measure_apart(device, torch.get_num_threads())
         except Exception:  # such as out of memory: nominal speeds suffice, and plans ask again

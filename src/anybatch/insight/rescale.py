@@ -366,17 +366,20 @@ def _check(
     """Raises `InputError` that lists all invalid values."""
     faults: list[str] = []
 
-    def check(name: str, value: Any, holds: Callable[[Any], bool], wanted: str) -> None:
-        kinds = int if "whole" in wanted else (int, float)
+    def check(
+        name: str, value: Any, holds: Callable[[Any], bool], wanted: str, is_whole: bool = False
+    ) -> None:
+        kinds = int if is_whole else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds) or not holds(value):
             faults.append(f"{name} is {value!r}; {wanted}")
 
     for name, value in (("before", before), ("after", after)):
         wanted = "it counts samples per step, so give a whole number of at least 1"
-        check(name, value, lambda count: count >= 1, wanted)
+        check(name, value, lambda count: count >= 1, wanted, is_whole=True)
     for name, value in counts.items():
         if value is not None:
-            check(name, value, lambda count: count >= 0, "give a whole number of at least 0")
+            wanted = "give a whole number of at least 0"
+            check(name, value, lambda count: count >= 0, wanted, is_whole=True)
     check("lr", lr, lambda rate: 0 < rate < math.inf, "give a number above zero")
     for name, value in tuned.items():
         if name in ("eps", "weight_decay"):

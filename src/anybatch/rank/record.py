@@ -82,9 +82,7 @@ class Record:
     group: Group
     meter: Meter
     skips: Skips | None
-    _steps_of_late: deque[tuple[float, float, float]] = field(
-        default_factory=lambda: deque(maxlen=1000)
-    )
+    _steps_of_late: deque[tuple[float, float, float]] = field(default_factory=_latest)
     _parts_of_late: deque[Mapping[str, float]] = field(default_factory=_latest)
     _seconds: float = 0.0
     _num_samples: int = 0

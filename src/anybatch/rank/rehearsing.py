@@ -95,9 +95,7 @@ class Rehearsing:
         self._kind: DeviceKind = "cpu" if plan.device == "cpu" else "cuda"
         self._room = None if budget is None else budget - reserve_of(budget, self._kind)
         self._gradients = sum(p.nbytes for p in replica.parameters if p.requires_grad)
-        there = bool(replica.optimizer.state)
-        on_device = plan.choice.optimizer_states == "device"
-        self._states = 0 if there or not on_device else replica.state_bytes()
+        self._states = new_state_bytes(plan, replica)
         first = replica.update_bytes()
         self._commit = first, max(0, first - self._states)
         if plan.prediction is not None:
@@ -344,6 +342,12 @@ class Rehearsing:
             f" least {format_bytes(least)} (--memory {-(-least // (1 << 20))}MiB)."
         )
         return NoPlanFits(told, least_bytes=least)
+
+
+def new_state_bytes(plan: Plan, replica: Replica) -> int:
+    """Bytes of optimizer states that the first update will create on the device."""
+    has_states = bool(replica.optimizer.state) or plan.choice.optimizer_states != "device"
+    return 0 if has_states else replica.state_bytes()
 
 
 def can_rehearse(plan: Plan) -> bool:

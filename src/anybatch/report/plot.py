@@ -301,7 +301,8 @@ class _Drawing:
 
 
 def _has_room(named: list[tuple[float, float]], x: float, text: str, anchor: str) -> bool:
-    """Whether `text` fits at `x`, beside the labels at `named`, to which it is added then."""
+    """Return whether `text` at `x` overlaps none of the labels whose extents are in `named`. If so, its
+    extent is added to them."""
     width = _CHARACTER * (len(text) + 1)
     begin = x - width * {"start": 0.0, "middle": 0.5, "end": 1.0}[anchor]
     is_free = all(begin >= end or begin + width <= other for other, end in named)

@@ -34,23 +34,26 @@ class Screen:
 
     def __init__(self, console: Console) -> None:
         self._is_cell = console.is_jupyter
-        self._console = _recorder() if self._is_cell else console
+        self._console = console
         is_terminal = console.is_terminal and console.is_interactive
         self.redraw_seconds: float | None = 0.5 if self._is_cell else 0.1 if is_terminal else None
         self._bar: RenderableType | None = None
         self._live: Live | None = None
         self._cell: Any = None
+        self._written: list[tuple[str, str]] = []  # HTML and text of each output of a cell
 
     @property
     def width(self) -> int:
         """Width in characters."""
-        return self._console.width
+        return _CELL_COLUMNS if self._is_cell else self._console.width
 
     def write(self, write: Callable[[Console], None]) -> None:
         """Show permanently what `write` prints on the console that it is given."""
-        write(self._console)
         if self._is_cell:
+            self._written.append(_recorded(write))
             self._update_cell()
+        else:
+            write(self._console)
 
     def say(self, sentence: str, style: str = "") -> None:
         """Show a sentence permanently."""
@@ -75,30 +78,31 @@ class Screen:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        elif self._is_cell and self._bar is not None:
-            self._console.print(self._bar)
+        elif self._is_cell and (bar := self._bar) is not None:
+            self._written.append(_recorded(lambda console: console.print(bar)))
         self._bar = None
 
     def _update_cell(self) -> None:
         from IPython.display import display  # available, since this is a notebook
 
-        consoles = [self._console]
-        if self._bar is not None:
-            consoles.append(_recorder())
-            consoles[-1].print(self._bar)
-        text = "".join(one.export_text(clear=False) for one in consoles)
-        html = "".join(
-            one.export_html(clear=False, inline_styles=True, code_format="{code}")
-            for one in consoles
-        )
-        data = {"text/html": f'<pre style="{_CELL_STYLE}">{html}</pre>', "text/plain": text}
+        shown = list(self._written)
+        if (bar := self._bar) is not None:
+            shown.append(_recorded(lambda console: console.print(bar)))
+        data = {
+            "text/html": f'<pre style="{_CELL_STYLE}">{"".join(html for html, _ in shown)}</pre>',
+            "text/plain": "".join(text for _, text in shown),
+        }
         if self._cell is None:
             self._cell = display(data, raw=True, display_id=True)
         else:
             self._cell.update(data, raw=True)
 
 
-def _recorder() -> Console:
-    return Console(
+def _recorded(write: Callable[[Console], None]) -> tuple[str, str]:
+    """The output of `write` as HTML and as text."""
+    console = Console(
         file=StringIO(), record=True, width=_CELL_COLUMNS, force_jupyter=False, no_color=False
     )
+    write(console)
+    text = console.export_text(clear=False)
+    return console.export_html(inline_styles=True, code_format="{code}"), text

@@ -12,8 +12,9 @@ from typing import Literal, TypeAlias
 
 from rich import box
 from rich import table as rich_table
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.text import Text
 
 from anybatch.report.plot import Figure
@@ -83,8 +84,25 @@ def print_sections(console: Console, sections: Iterable[Section]) -> None:
         )
         # A console without a width (a file, a pipe) has 80 columns.
         console.print(Text(section.title, "bold"), soft_wrap=True)
-        console.print(Padding(body, (0, 0, 0, 2), expand=False))
+        console.print(_Trimmed(Padding(body, (0, 0, 0, 2), expand=False)))
         console.print()
+
+
+class _Trimmed:
+    """A renderable with trailing blanks removed from its lines, so that it can be copied cleanly."""
+
+    def __init__(self, body: RenderableType) -> None:
+        self._body = body
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in console.render_lines(self._body, options, pad=False):
+            while line and not line[-1].text.rstrip():
+                line.pop()
+            if line:
+                last = line.pop()
+                line.append(Segment(last.text.rstrip(), last.style, last.control))
+            yield from line
+            yield Segment.line()
 
 
 def _grid(lines: Iterable[tuple[str, str]], style: str, gap: int) -> rich_table.Table:

@@ -194,6 +194,7 @@ def test_where_little_is_free_no_second_process_is_started(measured: list[str]):
     assert not speeds_of(little).measured
     assert not measured
     assert speeds_of(replace(CPU, free_bytes=600 << 20)).measured
+    assert speeds_of(little).measured  # earlier
 
 
 def test_the_cache_is_where_the_system_keeps_caches(monkeypatch, tmp_path: Path):
