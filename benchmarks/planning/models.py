@@ -31,69 +31,36 @@ gpt2 = partial(Decoder, 50257, 768, 12, 1024)
 """124 million parameters, the head tied to the embedding."""
 
 
-def _turned(x_bhtd: Tensor, cos_td: Tensor, sin_td: Tensor) -> Tensor:
-    """Rotary places (Su et al. 2021)."""
-    first, second = x_bhtd.chunk(2, dim=-1)
-    return x_bhtd * cos_td + torch.cat((-second, first), dim=-1) * sin_td
+_LLAMAS = {
+    "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
+    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80},
+    "405b": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126},
+}
 
 
-class LlamaBlock(nn.Module):
-    """RMSNorm, rotary places, SwiGLU."""
+def llama_task(name: str, batch: int) -> ab.Task:
+    """Next token with transformers' `LlamaForCausalLM` of 7, 70 or 405 billion parameters, 32,000
+    words and 2,048 tokens. Larger ones share keys and values among 8 heads (Llama 3)."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    def __init__(self, width: int, heads: int, hidden: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.query, self.key = _line(width, width), _line(width, width)
-        self.value, self.out = _line(width, width), _line(width, width)
-        self.gate, self.up, self.down = (
-            _line(width, hidden),
-            _line(width, hidden),
-            _line(hidden, width),
-        )
-
-    def forward(self, x_btd: Tensor, cos_td: Tensor, sin_td: Tensor) -> Tensor:
-        b, t, d = x_btd.shape
-        y_btd = self.norm1(x_btd)
-        q, k, v = (
-            part(y_btd).view(b, t, self.heads, d // self.heads).transpose(1, 2)
-            for part in (self.query, self.key, self.value)
-        )
-        q, k = _turned(q, cos_td, sin_td), _turned(k, cos_td, sin_td)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_btd = x_btd + self.out(mixed.transpose(1, 2).reshape(b, t, d))
-        y_btd = self.norm2(x_btd)
-        return x_btd + self.down(F.silu(self.gate(y_btd)) * self.up(y_btd))
-
-
-class Llama(nn.Module):
-    """A language model in the manner of Llama 2 (Touvron et al. 2023)."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(
-        self, vocabulary: int, width: int, depth: int, heads: int, hidden: int, context: int
-    ) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(LlamaBlock(width, heads, hidden) for _ in range(depth))
-        self.norm, self.head = nn.RMSNorm(width), _line(width, vocabulary)
-        each = width // heads
-        speeds = 1e4 ** (-torch.arange(0, each, 2).float() / each)
-        angles = torch.outer(torch.arange(context).float(), speeds).repeat(1, 2)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-
-    def forward(self, tokens_bt: Tensor) -> Tensor:
-        x_btd, length = self.embed(tokens_bt), tokens_bt.size(1)
-        for block in self.blocks:
-            x_btd = block(x_btd, self.cos[:length], self.sin[:length])
-        return self.head(self.norm(x_btd))
-
-
-llama_7b = partial(Llama, 32000, 4096, 32, 32, 11008, 2048)
-"""6.7 billion parameters."""
+    shape = _LLAMAS[name]
+    heads = shape["hidden_size"] // 128
+    config = LlamaConfig(
+        **shape,
+        num_attention_heads=heads,
+        num_key_value_heads=heads if name == "7b" else 8,
+        vocab_size=32000,
+        max_position_embeddings=2048,
+    )
+    return ab.Task(
+        model=lambda: LlamaForCausalLM(config),
+        loss=lambda model, batch: model(input_ids=batch[0], labels=batch[0]).loss,
+        optimizer=adamw,
+        train=Zeros(4 * batch, ((2048,), torch.int64)),
+        global_batch=batch,
+        steps=1,
+        name="llama",
+    )
 
 
 class Residual(nn.Module):
@@ -151,7 +118,3 @@ def resnet_task(batch: int) -> ab.Task:
         steps=1,
         name="resnet",
     )
-
-
-def _line(inputs: int, outputs: int) -> nn.Linear:
-    return nn.Linear(inputs, outputs, bias=False)

@@ -27,16 +27,21 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a place: `memory` of this machine's CPU, or a `device` that is described."""
+    """A model and a place: `memory` of this machine's CPU, or `count` devices of a kind that is
+    described."""
 
     device: str | None = None
+    count: int = 1
     memory: str | None = None
     precision: str = "fp32"
 
 
 CASES = {
     "gpt2": Case(device="24GiB"),
-    "llama-7b": Case(device="h200"),
+    "llama-7b": Case(device="h200", precision="bf16"),
+    "llama-7b-8": Case(device="h200", count=8, precision="bf16"),
+    "llama-70b-64": Case(device="h200", count=64, precision="bf16"),
+    "llama-405b-512": Case(device="h200", count=512, precision="bf16"),
     "resnet": Case(device="24GiB"),
     "digits": Case(memory="16MiB"),
 }
@@ -48,13 +53,13 @@ def task_of(name: str) -> Any:
         from anybatch.recipes import resolve
 
         return resolve("digits", {"global_batch": "512"})
-    from models import gpt2, language_task, llama_7b, resnet_task
+    from models import gpt2, language_task, llama_task, resnet_task
 
     if name == "resnet":
         return resnet_task(1024)
     if name == "gpt2":
         return language_task(gpt2, 50257, 1024, 512)
-    return language_task(llama_7b, 32000, 2048, 256)
+    return llama_task(name.split("-")[1], 256 if "7b" in name else 1024)
 
 
 def measure(name: str) -> dict[str, Any]:
@@ -71,13 +76,13 @@ def measure(name: str) -> dict[str, Any]:
     setting.speeds_of = nominal
     task = task_of(name)
     loaded = time.perf_counter(), time.process_time()
-    machine = ab.Machine.describe(case.device) if case.device else None
+    machine = ab.Machine.describe(case.device, case.count) if case.device else None
     plan = ab.plan(task, machine, memory=case.memory, precision=case.precision)
     done = time.perf_counter(), time.process_time()
     return {
         "model": name,
         "parameters": plan.task.parameters,
-        "where": case.device or f"CPU, {case.memory}",
+        "where": f"{case.count} x {case.device}" if case.device else f"CPU, {case.memory}",
         "import_cpu_seconds": loaded[1] - begun[1],
         "plan_cpu_seconds": done[1] - loaded[1],
         "plan_seconds": done[0] - loaded[0],

@@ -183,16 +183,26 @@ class Updater:
         parameters = list(gradients)
         for param in parameters:
             param.grad = None
-        for part in _parts(parameters):
-            for param in part:
-                param.grad = gradients.pop(param)
-            if self.states_on == "host":
-                self._fetch(part)
-            step()
-            if self.states_on == "host":
-                self._send(part)
-            for param in part:
-                param.grad = None
+        whole = [(group, group["params"]) for group in self.param_groups]
+        number_of = {param: i for i, (_, params) in enumerate(whole) for param in params}
+        try:
+            for part in _parts(parameters):
+                # A step visits all parameters of a group, which adds up over many parts.
+                for group, _ in whole:
+                    group["params"] = []
+                for param in part:
+                    param.grad = gradients.pop(param)
+                    whole[number_of[param]][0]["params"].append(param)
+                if self.states_on == "host":
+                    self._fetch(part)
+                step()
+                if self.states_on == "host":
+                    self._send(part)
+                for param in part:
+                    param.grad = None
+        finally:
+            for group, params in whole:
+                group["params"] = params
         if self.states_on == "host":
             _await_host(parameters)
 

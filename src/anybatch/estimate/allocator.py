@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from anybatch.estimate.trace import COPIED, Block, Timeline
@@ -61,27 +61,45 @@ def replay(timeline: Timeline, cache: CudaCache | None) -> Taken:
     or the live bytes without one."""
     requested = allocated = held = 0
     curve: list[int] = []
-    most = -1, 0, 0  # allocated, moment, requested
-    for again, moment, births, deaths in _repeated(timeline):
-        for block in births:
-            if block.num_bytes:
-                requested += block.num_bytes
-                allocated += _taken(cache, id(block), block.num_bytes, block.phase == COPIED)
-        scratch = timeline.scratch.get(moment, 0)
-        taken = _taken(cache, _SCRATCH, scratch) if scratch else 0
-        held = allocated + taken if cache is None else cache.reserved_bytes
-        if not again:
-            curve.append(held)
-            most = max(most, (allocated + taken, moment, requested + scratch), key=lambda m: m[0])
-        if scratch and cache is not None:
-            cache.give(_SCRATCH)
-        for block in deaths:
-            if block.num_bytes:
-                requested -= block.num_bytes
-                allocated -= block.num_bytes if cache is None else cache.give(id(block))
-        if moment == timeline.released and cache is not None:
-            cache.release()
-    return Taken(max(*curve, held), *most, tuple(curve))
+    most = moment_of_most = requested_then = -1
+    births, deaths = _by_moment(timeline)
+    released, end = timeline.released, timeline.num_moments + 2
+    # The step comes twice, since the holes that it leaves in the cache were not there when it began.
+    for first in (0,) if released is None else (0, released + 1):
+        again = first > 0
+        for moment in range(first, end):
+            for block in births.get(moment, ()):
+                if block.num_bytes and not (again and block.died is None):
+                    requested += block.num_bytes
+                    allocated += _taken(cache, id(block), block.num_bytes, block.phase == COPIED)
+            scratch = timeline.scratch.get(moment, 0)
+            taken = _taken(cache, _SCRATCH, scratch) if scratch else 0
+            held = allocated + taken if cache is None else cache.reserved_bytes
+            if not again:
+                curve.append(held)
+                if allocated + taken > most:
+                    most, moment_of_most = allocated + taken, moment
+                    requested_then = requested + scratch
+            if scratch and cache is not None:
+                cache.give(_SCRATCH)
+            for block in deaths.get(moment, ()):
+                if block.num_bytes and not (again and block.born < first):
+                    requested -= block.num_bytes
+                    allocated -= block.num_bytes if cache is None else cache.give(id(block))
+            if moment == released and cache is not None:
+                cache.release()
+    return Taken(max(*curve, held), most, moment_of_most, requested_then, tuple(curve))
+
+
+def _by_moment(timeline: Timeline) -> tuple[dict[int, list[Block]], dict[int, list[Block]]]:
+    """Return the blocks allocated at each moment, and those freed at each moment."""
+    births: dict[int, list[Block]] = {}
+    deaths: dict[int, list[Block]] = {}
+    for block in timeline.blocks:
+        births.setdefault(block.born, []).append(block)
+        if block.died is not None:
+            deaths.setdefault(block.died, []).append(block)
+    return births, deaths
 
 
 def _taken(cache: CudaCache | None, key: int, num_bytes: int, copied: bool = False) -> int:
@@ -155,10 +173,13 @@ class CudaCache:
         """Allocate a block and return its size. `copied`: use the stream that copies to the device."""
         size = _round_up(num_bytes, CUDA_BLOCK)
         pool = self._pools[copied][size <= CUDA_SMALL]
-        chunk = self._fitting(size, pool)
-        if chunk is None:
+        i = bisect_left(pool.free, (size, 0))
+        if i < len(pool.free):
+            chunk = self._at.pop(pool.free.pop(i)[1])
+        else:
             chunk = self._grown(size, pool) if self._expandable else self._segment(size, pool)
-        if self._is_worth_splitting(chunk.size - size, pool):
+        least = CUDA_BLOCK if pool.small or self._expandable else CUDA_SMALL + 1
+        if chunk.size - size >= least:
             rest = _Chunk(chunk.start + size, chunk.size - size, pool, True, chunk, chunk.after)
             if rest.after is not None:
                 rest.after.before = rest
@@ -181,14 +202,6 @@ class CudaCache:
         chunk.free = True
         self._put(chunk)
         return size
-
-    def _fitting(self, size: int, pool: _Pool) -> _Chunk | None:
-        i = bisect_left(pool.free, (size, 0))
-        if i == len(pool.free):
-            return None
-        found = self._at[pool.free[i][1]]
-        self._drop(found)
-        return found
 
     def _segment(self, size: int, pool: _Pool) -> _Chunk:
         if pool.small:
@@ -237,11 +250,6 @@ class CudaCache:
                 if chunk.pool.last is chunk:
                     chunk.pool.last = chunk.before
 
-    def _is_worth_splitting(self, rest: int, pool: _Pool) -> bool:
-        if pool.small or self._expandable:
-            return rest >= CUDA_BLOCK
-        return rest > CUDA_SMALL
-
     def _joined(self, one: _Chunk, other: _Chunk) -> _Chunk:
         first, second = (one, other) if one.start < other.start else (other, one)
         first.size += second.size
@@ -260,37 +268,6 @@ class CudaCache:
         chunks = chunk.pool.free
         del chunks[bisect_left(chunks, (chunk.size, chunk.start))]
         del self._at[chunk.start]
-
-
-def _moments(timeline: Timeline) -> Iterator[tuple[int, Sequence[Block], Sequence[Block]]]:
-    """Yield every moment with the blocks allocated at it and the blocks freed at it."""
-    births: dict[int, list[Block]] = {}
-    deaths: dict[int, list[Block]] = {}
-    for block in timeline.blocks:
-        births.setdefault(block.born, []).append(block)
-        if block.died is not None:
-            deaths.setdefault(block.died, []).append(block)
-    for moment in range(timeline.num_moments + 2):
-        yield moment, births.get(moment, ()), deaths.get(moment, ())
-
-
-def _repeated(
-    timeline: Timeline,
-) -> Iterator[tuple[bool, int, Sequence[Block], Sequence[Block]]]:
-    """Yield whether a moment is repeated, followed by the items of `_moments`. The moments of the
-    step after `timeline.released` come twice, since the holes that a step leaves in the cache were
-    not there when it began."""
-    moments = list(_moments(timeline))
-    yield from ((False, *one) for one in moments)
-    if timeline.released is None:
-        return
-    for moment, births, deaths in moments[timeline.released + 1 :]:
-        yield (
-            True,
-            moment,
-            [block for block in births if block.died is not None],
-            [block for block in deaths if block.born > timeline.released],
-        )
 
 
 def _round_up(size: int, unit: int) -> int:

@@ -280,29 +280,27 @@ def _answer(result: Any, given: Sequence[FakeTensor], before: list[Geometry]) ->
     else:
         return None
     theirs = {tensor.untyped_storage()._cdata for tensor in given}
+    numbers = {id(tensor): number for number, tensor in enumerate(given)}
     new: set[int] = set()
     found: list[_Result | None] = []
     for part in parts:
-        one = None if part is None else _plain(part, given, theirs, new)
+        one = None if part is None else _plain(part, numbers, theirs, new)
         if one is None and part is not None:
             return None
         found.append(one)
     return _Answer(tuple(found), container)
 
 
-def _plain(
-    part: Any, given: Sequence[FakeTensor], theirs: set[int], new: set[int]
-) -> _Result | None:
+def _plain(part: Any, numbers: dict[int, int], theirs: set[int], new: set[int]) -> _Result | None:
     if type(part) is not FakeTensor or part.constant is not None or part.dtype.is_complex:
         return None
     if part.layout is not torch.strided:
         return None
-    for number, tensor in enumerate(given):
-        if part is tensor:
-            return _Result(number)
+    if (number := numbers.get(id(part))) is not None:
+        return _Result(number)
     storage = part.untyped_storage()
     if storage._cdata in theirs:
-        return _Result(-1, _geometry(part), view=True) if len(given) == 1 else None
+        return _Result(-1, _geometry(part), view=True) if len(numbers) == 1 else None
     if storage._cdata in new or storage.nbytes() != _spanned(part):
         return None
     new.add(storage._cdata)

@@ -163,6 +163,11 @@ class Pace:
         return self._low.parameter_bytes
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer states that have the shapes of parameters."""
+        return self._low.state_bytes
+
+    @property
     def has_host(self) -> bool:
         """Whether the host has its own memory, separate from that of the device."""
         return self._device.kind == "cuda"
@@ -200,7 +205,7 @@ class Pace:
     def update_on_host(self, part: float) -> float:
         """Return the seconds to update the fraction `part` of the model on the host: all elements
         are read, and all except gradients are written."""
-        return part * (3 * self.parameter_bytes + 2 * self._low.state_bytes) / _HOST_BYTES
+        return part * (3 * self.parameter_bytes + 2 * self.state_bytes) / _HOST_BYTES
 
     def in_half(self) -> Pace:
         """Return the approximate pace under autocast to bfloat16, from operations in float32,
@@ -271,7 +276,7 @@ class Pace:
         if self._subject.is_encoded_first(micro_batch):
             first *= 2
         # States in host memory are copied to the device and back.
-        crossing = 2 * bus_seconds(self._low.state_bytes, self._device) if offloaded else 0.0
+        crossing = 2 * bus_seconds(self.state_bytes, self._device) if offloaded else 0.0
         return StepSeconds(
             forward=first + self._compare_seconds,
             backward=whole * backward + last[1],
@@ -413,4 +418,6 @@ def meeting_seconds(
 
 def _named(block: str, names: set[str]) -> bool:
     """Return whether `block` is one of `names`, or is inside one of them."""
-    return any(fnmatchcase(block, name) or block.startswith(f"{name}.") for name in names)
+    return block in names or any(
+        fnmatchcase(block, name) or block.startswith(f"{name}.") for name in names
+    )

@@ -8,8 +8,9 @@ counted: the cost of computing a block twice, and the memory that this frees.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,10 +25,12 @@ from anybatch.compute.along_sequence import PRODUCTS, is_sequence, treats_alike
 from anybatch.compute.joint import Share, nobody
 from anybatch.compute.low_bit_optimizers import is_compiled, parts_of
 from anybatch.compute.optimizer_update import can_part, fuses_divided
+from anybatch.estimate.repeats import NotRegular, Repeat, counted_again, repeats_of, shortened
 from anybatch.estimate.stage import cut_of, stage_with_leanest_update
 from anybatch.estimate.subject import Subject
+from anybatch.estimate.trace import Timeline
 from anybatch.machine import Device
-from anybatch.plans import Choice, Update
+from anybatch.plans import Choice, Recompute, Update
 
 _GATHERS = frozenset((
     "embedding", "embedding_dense_backward", "index", "index_put", "index_select", "gather", "scatter",
@@ -187,26 +190,29 @@ class Counting:
         self.comparison: list[Operation] = []
         self.compares_parameters: bool = False
         self._update: list[Operation] = []
+        self._first: Work | None = None
 
     def at(self, micro_batch: int) -> Work:
         """Return the work of one micro-batch of that size. If a module keeps what its first pass
         creates, the work of a later pass may be less than that of the first; a new `Counting` shows
         the first. Raises whatever the model or loss raises."""
         subject, stage, replica = self._subject, self._stage, self._replica
-        watch = Watch()
-        with stage.recorded(watch):
+        watch, first = Watch(), self._first
+        repeats = repeats_of(subject.runs.found, Recompute())
+        with stage.recorded(watch) as timeline:
+            watch.timeline, start = timeline, timeline.num_moments
             stage.make_gradients()
             (batch,) = stage.batches(micro_batch, 1)
             blocks = _Blocks(replica.model, subject.blocks, watch)
             mlps = _Mlps(replica.model, subject.mlps, watch)
             encoded: list[Any] = []
             watch.phase = "forward"
-            with blocks, mlps:
+            with shortened(replica.model, repeats, Recompute()), blocks, mlps:
                 ask = partial(self._blank, watch, encoded) if replica.is_joint else None
                 replica.accumulate(batch, micro_batch, cut_of(subject, micro_batch), ask)
             del batch
-            passes = watch.operations
-            if not self._update:
+            passes, until = watch.operations, timeline.num_moments
+            if first is None:
                 self._update = watch.operations = []
                 watch.phase = "update"
                 stage.run_update()
@@ -218,8 +224,25 @@ class Counting:
             watch.phase = ""
             encoded.clear()
             replica.drop()
+        if first is not None:
+            if repeats:
+                try:
+                    again = counted_again(timeline, start, repeats)
+                except NotRegular:
+                    subject.runs.found = []
+                    return self.at(micro_batch)
+                passes = list(_with_copies(passes, watch.moments, again, subject.blocks))
+                blocks.count_again(repeats, subject.blocks)
+            return replace(
+                first,
+                micro_batch=micro_batch,
+                operations=(*passes, *self._update),
+                kept_bytes=blocks.kept_bytes(),
+                saved_bytes=blocks.saved_bytes,
+            )
+        stage.verify_repeats(micro_batch, timeline, until)
         chains = [replica.model.get_submodule(_path(name)) for name in subject.chains]
-        return Work(
+        self._first = Work(
             micro_batch,
             (*passes, *self._update),
             blocks.kept_bytes(),
@@ -236,6 +259,7 @@ class Counting:
             tiled_part=mlps.part(passes),
             scores_part=watch.scores_part(passes),
         )
+        return self._first
 
     def _blank(self, watch: Watch, seen: list[Any], encoded: Any) -> Share:
         """Return a placeholder for the share of a comparison, which is the same for every
@@ -263,6 +287,21 @@ class Counting:
             ]
 
 
+def _with_copies(
+    operations: Sequence[Operation],
+    moments: Sequence[int],
+    again: Callable[[int], Sequence[str]],
+    names: Sequence[str],
+) -> Iterator[Operation]:
+    """Yield `operations`, recorded at `moments`, with those of the blocks that were left out."""
+    numbers = {name: number for number, name in enumerate(names)}
+    for operation, moment in zip(operations, moments, strict=False):
+        yield operation
+        for name in again(moment):
+            is_inside = operation.block >= 0
+            yield replace(operation, block=numbers[name]) if is_inside else operation
+
+
 def _state_bytes(value: object) -> int:
     return sum(part.nbytes for part in parts_of(value).values()) if isinstance(value, Tensor) else 0
 
@@ -285,7 +324,9 @@ class Watch:
         self.unlike: set[str] = set()  # MLPs that do not treat positions alike
         self.widest: dict[str, int] = {}  # MLP -> elements of its largest product
         self._has_scores: bool = False
+        self.timeline: Timeline = Timeline()  # of the trace
         self.operations: list[Operation] = []
+        self.moments: list[int] = []
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
         """See `trace.Recorder`."""
@@ -318,6 +359,7 @@ class Watch:
         operation = operation_of(func, args, kwargs, result, self.phase, block)
         if operation is not None:
             self.operations.append(operation)
+            self.moments.append(self.timeline.num_moments)
 
 
 class _Mlps:
@@ -386,6 +428,7 @@ class _Blocks:
         self._held: list[Any] = []  # keeps storages alive, so that their ids are not reused
         self._kept: dict[int, dict[int, int]] = {i: {} for i in range(len(names))}
         self._constants = {id(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())}
+        self._saved: Counter[int] = Counter()  # bytes by block
         self.saved_bytes: float = 0.0
         self._hooks = saved_tensors_hooks(self._save, self._take)
         self._handles: list[RemovableHandle] = []
@@ -403,6 +446,14 @@ class _Blocks:
         for handle in self._handles:
             handle.remove()
         self._held.clear()
+
+    def count_again(self, repeats: Sequence[Repeat], names: Sequence[str]) -> None:
+        """Count the bytes of a block for those that were left out in its place."""
+        numbers = {name: number for number, name in enumerate(names)}
+        for repeat in repeats:
+            one = numbers[repeat.kept[1]]
+            self.saved_bytes += self._saved[one] * len(repeat.left_out)
+            self._kept |= {numbers[name]: self._kept[one] for name in repeat.left_out}
 
     def kept_bytes(self) -> tuple[float, ...]:
         """Return the bytes that each block saves, in order."""
@@ -427,6 +478,7 @@ class _Blocks:
         key, block = id(storage), self._watch.block
         if key not in self._constants:
             self.saved_bytes += tensor.nbytes
+            self._saved[block] += tensor.nbytes
         if block >= 0 and key not in self._constants:
             self._held.append(storage)
             if self._made.setdefault(key, block) == block:

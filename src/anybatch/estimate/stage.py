@@ -6,6 +6,9 @@ run. Each step begins in the state in which the previous one began, as long as a
 behind and frees nothing that existed before it. If that does not hold (for example, because a
 module keeps a table that its first pass creates), each step is traced from the beginning on its own
 stage.
+
+Of blocks that are alike, steps after the first traces run a few (`repeats`). Their update is that of
+a step with all blocks: it depends neither on the micro-batch nor on recompute.
 """
 
 from __future__ import annotations
@@ -35,8 +38,18 @@ from anybatch.estimate.family import Part, Traced
 from anybatch.estimate.kernels import CudaKernels, Kernels
 from anybatch.estimate.layout import layout_on
 from anybatch.estimate.reductions import resident_threads
+from anybatch.estimate.repeats import (
+    NotRegular,
+    Repeat,
+    do_the_same,
+    expanded,
+    named_again,
+    repeats_of,
+    runs_of,
+    shortened,
+)
 from anybatch.estimate.subject import Subject
-from anybatch.estimate.trace import COPIED, Recorder, Timeline, Tracer, recording
+from anybatch.estimate.trace import COPIED, Block, Recorder, Timeline, Tracer, recording
 from anybatch.machine import Device
 from anybatch.plans import Choice, KernelChoices, Recompute, Update
 from anybatch.task import parameters_in
@@ -85,6 +98,9 @@ def _on_stage(
     if known is not None and known.reusable:
         try:
             return trace(known, choice)
+        except NotRegular:  # there are fewer runs now, or none
+            del subject.stages[key]
+            return _on_stage(trace, subject, choice, device)
         except Exception:
             # The stage cannot be used again, but the error may not occur under other choices.
             del subject.stages[key]
@@ -142,10 +158,19 @@ class Stage:
         self._head = replace(head, blocks=[replace(block) for block in head.blocks])
         self._settled = [block for block in head.blocks if block.died is None]
         self._first: int | None = None
+        self._steady: _Update | None = None
 
     def step(self, choice: Choice) -> Traced:
         """Trace a step of at most two micro-batches and its update."""
         count = num_traced(self._subject, choice)
+        if repeats := repeats_of(self._subject.runs.found, choice.recompute):
+            try:
+                return self._short_step(choice, count, repeats)
+            except NotRegular:
+                self._subject.runs.refuse()
+                if not self.reusable:
+                    raise
+                return self.step(choice)
         step = self._begin()
         with self._open():
             self.replica.switch(choice)
@@ -160,13 +185,91 @@ class Stage:
             self.run_update()
         return self._ended(step, growth(step, begun), count)
 
+    def _short_step(self, choice: Choice, count: int, repeats: Sequence[Repeat]) -> Traced:
+        """Like `step`, without the blocks that `repeats` leave out. Raises `NotRegular`."""
+        if self._steady is None:
+            self._steady = self._traced_update()
+        model, written = self.replica.model, self._subject.written
+        step = self._begin()
+        with self._open():
+            with shortened(model, repeats, choice.recompute) as recompute:
+                self.replica.switch(choice.model_copy(update={"recompute": recompute}))
+                before = counting_buffers(model)
+                self._run(choice, count)
+                if not choice.recompute.blocks:
+                    written.update(dict.fromkeys(written_since(model, before)))
+                self.replica.switch(self._plain)
+            waiting = [block for block in step.blocks if block.died is None]
+            self.replica.drop()
+        self._decide_reuse(step)
+        for block in waiting:
+            block.died = None
+        written.update(dict.fromkeys(name for _, name in named_again([*written], repeats)))
+        whole = self._expanded(step, repeats)
+        self._steady.append_to(whole)
+        return self._joined(whole, self._steady.commit_bytes, count, repeats)
+
+    def _expanded(self, step: Timeline, repeats: Sequence[Repeat]) -> Timeline:
+        if not self.reusable:
+            raise NotRegular("a step leaves tensors behind")
+        return expanded(step, self._head.num_moments, repeats)
+
+    def _traced_update(self) -> _Update:
+        """Trace an update of all parameters after a pass."""
+        step = self._begin()
+        with self._open():
+            self.make_gradients()
+            begun = step.num_moments
+            self.run_update()
+        self._decide_reuse(step)
+        return _Update(step, begun)
+
+    def verify_repeats(self, size: int, whole: Timeline, until: int) -> None:
+        """Determine the runs of blocks of which a trace needs a few (`Subject.runs`). They are used
+        only if the trace of a pass over `size` samples with few of them is the same as `whole`, up to
+        its moment `until`, which ran all."""
+        subject, model = self._subject, self.replica.model
+        runs = runs_of(model, subject.blocks)
+        repeats = repeats_of(runs, Recompute())
+        if not repeats or self.replica.is_joint or not self.reusable:
+            return
+        try:
+            found = self._short_pass(size, repeats)
+        except NotRegular:
+            return
+        except Exception:  # whatever the user's code raises without some of its blocks
+            self.replica.drop()
+            for key in [key for key, stage in subject.stages.items() if stage is self]:
+                del subject.stages[key]
+            return
+        start = self._head.num_moments
+        if do_the_same(whole, found, start, (until, found.num_moments)):
+            subject.runs.found = list(runs)
+
+    def _short_pass(self, size: int, repeats: Sequence[Repeat]) -> Timeline:
+        """Trace a pass over `size` samples without the blocks that `repeats` leave out. Raises
+        `NotRegular`, and whatever the model or loss raises."""
+        step = self._begin()
+        with self._open():
+            self.make_gradients()
+            with shortened(self.replica.model, repeats, Recompute()):
+                self._run(self._plain.model_copy(update={"micro_batch": size}), 1)
+            died = [block.died for block in step.blocks]
+            self.replica.drop()
+        self._decide_reuse(step)
+        for block, moment in zip(step.blocks, died, strict=True):
+            block.died = moment
+        return self._expanded(step, repeats)
+
     def evaluation(self, choice: Choice) -> Traced:
         """Trace two batches of evaluation."""
         size = choice.evaluation_batch
         model = self.replica.model
+        plain = choice.model_copy(update={"recompute": Recompute()})
+        repeats = repeats_of(self._subject.runs.found, plain.recompute)
         step = self._begin()
-        with self._open():
-            self.replica.switch(choice.model_copy(update={"recompute": Recompute()}))
+        with self._open(), shortened(model, repeats, plain.recompute):
+            self.replica.switch(plain)
             with evaluating(model), without_fused_layers():
                 if self.replica.is_joint:
                     self._evaluate_together(size)
@@ -175,17 +278,26 @@ class Stage:
                         self.replica.evaluate(self._subject.loss, batch, size)
                         del batch
             self.replica.switch(self._plain)
-        return self._ended(step, 0, count=2)
+        if not repeats:
+            return self._ended(step, 0, count=2)
+        self._decide_reuse(step)
+        try:
+            return self._joined(self._expanded(step, repeats), 0, 2, repeats)
+        except NotRegular:
+            self._subject.runs.refuse()
+            if not self.reusable:
+                raise
+        return self.evaluation(choice)
 
     @contextmanager
-    def recorded(self, recorder: Recorder) -> Iterator[None]:
+    def recorded(self, recorder: Recorder) -> Iterator[Timeline]:
         """Context manager for a trace by the caller, without recompute: `recorder` is called with
-        each operation."""
+        each operation. Yields what is traced."""
         step = self._begin()
         self._tracer.recorder = recorder
         try:
             with recording(self._tracer, self._fake), laid_over(self._device):
-                yield
+                yield step
         finally:
             self._tracer.recorder = None
         self._decide_reuse(step)
@@ -299,17 +411,33 @@ class Stage:
     def _ended(self, step: Timeline, commit: int, count: int) -> Traced:
         """Return the trace of the head followed by `step`."""
         self._decide_reuse(step)
-        blocks = [*self._head.blocks, *step.blocks]
-        if not self.reusable:
-            # Copied now: tensors kept by the loss or by a module are freed after the trace.
-            blocks = [replace(block) for block in (*self._live, *step.blocks)]
+        if self.reusable:
+            return self._joined(step, commit, count)
+        # Copied now: tensors kept by the loss or by a module are freed after the trace.
+        copied = replace(step, blocks=[replace(block) for block in step.blocks])
+        head = [replace(block) for block in self._live]
+        return self._joined(copied, commit, count, head=head)
+
+    def _joined(
+        self,
+        step: Timeline,
+        commit: int,
+        count: int,
+        repeats: Sequence[Repeat] = (),
+        head: Sequence[Block] | None = None,
+    ) -> Traced:
         timeline = Timeline(
-            blocks,
+            [*(self._head.blocks if head is None else head), *step.blocks],
             {**self._head.scratch, **step.scratch},
             [*self._head.operations, *step.operations],
             step.num_moments,
             released=self._head.num_moments,
         )
+        shapes, calls = self._tracer.shapes, self._tracer.calls
+        for name, other in named_again([*calls], repeats):
+            calls[other] = calls[name]
+            if name in shapes:
+                shapes[other] = shapes[name]
         return Traced(
             timeline=timeline,
             commit_bytes=(self._first_commit, commit),
@@ -317,11 +445,60 @@ class Stage:
             end=timeline.num_moments,
             num_micro_batches=count,
             modules=self._parts,
-            shapes=self._tracer.shapes,
-            calls=self._tracer.calls,
+            shapes=shapes,
+            calls=calls,
             bucketed=self._bucketed,
             first=self._first,
         )
+
+
+class _Update:
+    """An update that was traced once, to follow the passes of any step.
+
+    Args:
+        timeline: trace of the gradients and the update.
+        begun: last moment before the update.
+
+    Attributes:
+        commit_bytes: maximum bytes that the update adds.
+    """
+
+    def __init__(self, timeline: Timeline, begun: int) -> None:
+        self._timeline = timeline
+        self._begun = begun
+        self.commit_bytes: int = growth(timeline, begun)
+        self._freed: dict[tuple[str, str, int], list[int]] = {}
+        for block in timeline.blocks:
+            if block.born <= begun and block.died is not None and block.died >= begun:
+                self._freed.setdefault(_content(block), []).append(block.died - begun)
+
+    def append_to(self, passes: Timeline) -> None:
+        """Append the update to `passes`. Raises `NotRegular` if other tensors than its gradients are
+        left of these."""
+        shift = passes.num_moments - self._begun
+        freed = {content: list(moments) for content, moments in self._freed.items()}
+        for block in passes.blocks:
+            if block.died is None:
+                moments = freed.get(_content(block))
+                if not moments:
+                    raise NotRegular(f"{block} is no gradient")
+                block.died = passes.num_moments + moments.pop()
+        if any(freed.values()):
+            raise NotRegular("a pass leaves a gradient out")
+        own = self._timeline
+        passes.operations += own.operations[self._begun - own.num_moments :]
+        passes.scratch |= {
+            moment + shift: size for moment, size in own.scratch.items() if moment > self._begun
+        }
+        for block in own.blocks:
+            if block.born > self._begun:
+                died = None if block.died is None else block.died + shift
+                passes.blocks.append(replace(block, born=block.born + shift, died=died))
+        passes.num_moments = own.num_moments + shift
+
+
+def _content(block: Block) -> tuple[str, str, int]:
+    return block.kind, block.module, block.num_bytes
 
 
 _MOST_GHOSTS = 4

@@ -47,6 +47,7 @@ from anybatch.estimate.data_dependent_shapes import UNKNOWN
 from anybatch.estimate.fake_modules import converting_fake_modules, is_faking, without_addresses
 from anybatch.estimate.fake_op_cache import CachedOps, FakeOpCache, fake_mode
 from anybatch.estimate.family import Family
+from anybatch.estimate.repeats import Runs
 from anybatch.estimate.samples import Samples, padded_of, samples_of, template_of
 from anybatch.estimate.sharding import Division, Sums
 from anybatch.machine import Device
@@ -90,6 +91,7 @@ class Subject:
         stages: stages of these traces; see `stage`.
         heads: layers that compute the logits, by precision and device; see `head`.
         convolutions: convolutions of the model, once they are known; see `layout`.
+        runs: runs of blocks of which a trace needs a few; see `repeats`.
         stood_for: CUDA devices that are present, but whose traces use CPU tensors.
         op_cache: results of operations, shared by all traces.
     """
@@ -119,6 +121,7 @@ class Subject:
     stages: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
     heads: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
     convolutions: list[Any] = field(default_factory=list, compare=False, repr=False)
+    runs: Runs = field(default_factory=Runs, compare=False, repr=False)
     stood_for: set[Device] = field(default_factory=set, compare=False, repr=False)
     op_cache: FakeOpCache = field(default_factory=FakeOpCache, compare=False, repr=False)
 

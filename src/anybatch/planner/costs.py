@@ -16,6 +16,7 @@ from anybatch.compute.recompute import NotRepeated
 from anybatch.errors import AnybatchError
 from anybatch.estimate import Footprint, Peak, Subject, evaluation_peak, footprint
 from anybatch.estimate.head import Head
+from anybatch.estimate.peak import LOSS
 from anybatch.estimate.seconds import StepSeconds
 from anybatch.planner.exchange import seconds_of_exchange
 from anybatch.planner.ranks import reserve_of
@@ -125,8 +126,22 @@ class Costs:
         return self.footprint(choice).peak.num_bytes
 
     def fits(self, choice: Choice) -> bool:
-        """Whether the peak of `choice` is at most `room`, according to a trace."""
-        return self.peak(choice) <= self.room
+        """Whether the peak of `choice` is at most `room`, according to a trace, which is not made if
+        weights and what blocks save for backward are more."""
+        return self._saved(choice.recompute, choice.micro_batch) <= self.room >= self.peak(choice)
+
+    def _saved(self, way: Recompute, micro_batch: int) -> float:
+        """A lower bound of the bytes during backward: of weights and optimizer states, and of what
+        all blocks save for backward, or one of them if all are recomputed."""
+        if way.nested or way.to_host or way.tiled or way.chunked_attention:
+            return 0.0
+        pace, division = self.setting.pace, self.subject.division
+        kept = pace.block_bytes(micro_batch)
+        saved = sum(kept)
+        if way.blocks:
+            saved = max(kept, default=0.0) if way.blocks == self.subject.blocks else 0.0
+        states = 0 if self.states_on == "host" else pace.state_bytes
+        return saved + (pace.parameter_bytes + states) / (division.ranks if division else 1)
 
     def least(self, choice: Choice) -> int:
         """Peak memory of `choice` in bytes if evaluation takes one sample at a time, from traces."""
@@ -151,27 +166,58 @@ class Costs:
         return self._read_off[choice]
 
     def about(self, way: Recompute, micro_batch: int) -> float:
-        """Interpolated peak memory of this choice in bytes; the end points are traced if there are
-        no traces yet. The result is not stored, so the choice does not count as considered."""
+        """Interpolated peak memory of this choice in bytes; two sizes are traced if there are no
+        traces yet. The result is not stored, so the choice does not count as considered."""
         found = self._on_line(way, micro_batch)
         if found is None:
-            for size in (self.sizes.low, self.sizes.whole):
+            for size in (self.sizes.low, micro_batch):
                 self.peak(self.choice(way, size))
             found = self._on_line(way, micro_batch)
         return found or float(self.peak(self.choice(way, micro_batch)))
+
+    def most(self, way: Recompute) -> float:
+        """An upper bound of the micro-batch of `way`: estimated from traces of two sizes or more,
+        before that from the tensors that blocks save for backward."""
+        if len(self._known(way)) > 1:
+            return max(self.sizes.low, _BEYOND * self.reach(way))
+        size = self.sizes.low
+        saved, more = (self._saved(way, each) for each in (size, size + 1))
+        return size + (self.room - saved) / (more - saved) if more > saved else self.sizes.whole
+
+    def reach(self, way: Recompute) -> float:
+        """The micro-batch at which the peak of `way` is estimated to reach the room, from the traces
+        of the sizes nearest to it. Only the smallest needs to have been traced."""
+        known = self._known(way)
+        below = [one for one in known if one[1] <= self.room][-2:]
+        above = [one for one in known if one[1] > self.room][:2]
+        ends = [*below[-1:], *above[:1]] if below and above else below or above
+        (size, num_bytes), *others = ends
+        if others:
+            ((other, more),) = others
+            per_sample = (more - num_bytes) / (other - size)
+        else:
+            by_kind = self.footprint(self.choice(way, size)).peak.by_kind
+            per_sample = sum(by_kind.get(kind, 0) for kind in _GROWING) / size
+        # Where the peak is that of the update, it does not grow until that of backward exceeds it.
+        saved = self._saved(way, size + 1) - self._saved(way, size)
+        return size + (self.room - num_bytes) / max(per_sample, saved, 1.0)
 
     def weighed(self) -> dict[Choice, int]:
         """All choices that were considered, with their peak memory in bytes."""
         return {choice: self.bytes(choice) for choice in (*self._traced, *self._read_off)}
 
-    def _on_line(self, way: Recompute, micro_batch: int) -> float | None:
-        """The peak of `way` at `micro_batch`, interpolated between the nearest traced sizes; None
-        if there are fewer than two."""
-        known = sorted(
+    def _known(self, way: Recompute) -> list[tuple[int, int]]:
+        """The traced micro-batches of `way` and their peaks in bytes."""
+        return sorted(
             (choice.micro_batch, seen.peak.num_bytes)
             for choice, seen in self._traced.items()
             if choice.recompute == way
         )
+
+    def _on_line(self, way: Recompute, micro_batch: int) -> float | None:
+        """The peak of `way` at `micro_batch`, interpolated between the nearest traced sizes; None
+        if there are fewer than two."""
+        known = self._known(way)
         if len(known) < 2:
             return None
         above = next(
@@ -224,6 +270,12 @@ class Costs:
         sizes = self.sizes.worth_weighing(self.sizes.whole)
         return min(self.seconds(self.choice(way, size)) for size in sizes)
 
+
+_BEYOND = 1.25
+"""A micro-batch larger than the estimated one by more than this factor is assumed not to fit."""
+
+_GROWING = ("activations", LOSS, "input batch", "temporary")
+"""Kinds of bytes that grow with the micro-batch."""
 
 _LARGEST_EVALUATION_BATCH = 1024
 _MOST_PASSES_MORE = 64

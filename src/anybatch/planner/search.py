@@ -129,10 +129,11 @@ def _best_of(searches: Sequence[_Search], best: _Search | None = None) -> _Searc
     """Run `searches` and return the one whose choice is best, or `best` if none is better. Raises
     `Untraceable`."""
     for one in searches:
-        if best is not None and best.fits and best.seconds <= PAYS * one.least_seconds():
+        bar = best.seconds / PAYS if best is not None and best.fits else float("inf")
+        if one.least_seconds() >= bar:
             continue  # not faster, even with unlimited memory
         try:
-            one.run()
+            one.run(bar)
         except Untraceable:
             if one.costs.head is None:
                 raise
@@ -207,12 +208,13 @@ class _Search:
         self.ways.insert(self.ways.index(blocks) + 1, way)
         return True
 
-    def run(self) -> None:
-        """Select a choice. Raises `Untraceable`."""
+    def run(self, bar: float = float("inf")) -> None:
+        """Select a choice. None is selected if no step takes less than `bar` seconds. Raises
+        `Untraceable`."""
         if self._wishes.micro_batch is not None:
             self._run_pinned(min(self._wishes.micro_batch, self.costs.sizes.whole))
             return
-        fitting = self._fitting()
+        fitting = self._fitting(bar)
         while fitting:
             best = self._best(fitting)
             if self.costs.fits(best) and self.costs.least(best) <= self.costs.room:
@@ -257,17 +259,17 @@ class _Search:
         for error in self._untraceable:
             yield impossible(error.choice, costs, f"could not be traced ({error})")
 
-    def _fitting(self) -> list[Choice]:
-        """Choices that fit, according to a trace or by interpolation; the fastest is among them."""
+    def _fitting(self, bar: float) -> list[Choice]:
+        """Choices that fit, according to a trace or by interpolation; the fastest is among them if it
+        takes less than `bar` seconds."""
         costs, sizes = self.costs, self.costs.sizes
         fitting: list[Choice] = []
         found: dict[Recompute, int] = {}
         for way in tuple(self.ways):
-            best = costs.seconds(self._best(fitting)) if fitting else float("inf")
-            if SAME_TIME * costs.least_seconds(way) >= best:
+            if costs.least_seconds(way) >= self._bar(fitting, bar):
                 continue  # not faster, even with unlimited memory
             with self._dropping():
-                size = largest(way, costs, bar=best / SAME_TIME)
+                size = largest(way, costs, self._bar(fitting, bar))
                 if size is None:
                     continue
                 found[way] = size
@@ -279,8 +281,14 @@ class _Search:
                     break  # more recompute cannot be faster than a method with all samples at once
         fitting = list(dict.fromkeys(fitting))
         with self._dropping():
-            fitting += subsets(self.ways, found, fitting, costs)
+            fitting += subsets(self.ways, found, self._bar(fitting, bar), costs)
         return fitting
+
+    def _bar(self, fitting: Sequence[Choice], bar: float) -> float:
+        """The seconds that a step has to stay below to be considered besides those `fitting`. Times
+        that are nearly equal to one below `bar` are considered too."""
+        best = self.costs.seconds(self._best(fitting)) if fitting else float("inf")
+        return min(bar * SAME_TIME, best / SAME_TIME)
 
     def _run_pinned(self, size: int) -> None:
         """Select the recompute method for a micro-batch that the user fixed."""

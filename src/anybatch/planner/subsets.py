@@ -28,16 +28,16 @@ than the previous one."""
 def subsets(
     ways: Sequence[Recompute],
     found: Mapping[Recompute, int],
-    fitting: Sequence[Choice],
+    bar: float,
     costs: Costs,
 ) -> list[Choice]:
-    """Choices that recompute some of the blocks and are faster than what fits so far (`fitting`),
-    each traced.
+    """Choices that recompute some of the blocks, and whose steps take less than `bar` seconds, each
+    traced.
 
     Args:
         ways: recompute methods open to the search.
         found: largest micro-batch that fits, for each method that was considered.
-        fitting: choices that fit so far.
+        bar: seconds of a step to stay below.
         costs: costs of all of them.
     """
     plain, everything = Recompute(), Recompute(blocks=costs.subject.blocks)
@@ -45,16 +45,20 @@ def subsets(
         return []
     if found.get(plain) == costs.sizes.whole:
         return []
+    seconds = costs.setting.pace.block_seconds(costs.sizes.low)
+    fastest = everything.blocks[seconds.index(min(seconds))]
+    if costs.least_seconds(Recompute(blocks=(fastest,))) >= bar:
+        return []  # not even with that block only, and unlimited memory
     top = found.get(everything) or roughly_largest(everything, costs)
     if top is None:
         return []
     chosen: list[Choice] = []
     # At the largest micro-batch without recompute, recomputing one block would not save a pass.
     for size in costs.sizes.between(found.get(plain, 0), top):
-        bar = min(map(costs.seconds, (*fitting, *chosen)), default=float("inf"))
         choice = leanest_subset(size, bar, costs)
         if choice is not None:
             chosen.append(choice)
+            bar = costs.seconds(choice)
     return chosen
 
 
@@ -131,10 +135,6 @@ _CLOSE_ENOUGH = 1.04
 """Bisection stops when the largest micro-batch that fits is known to within this factor."""
 
 
-_BEYOND = 1.25
-"""A micro-batch larger than the interpolated one by more than this factor is assumed not to fit."""
-
-
 def largest(way: Recompute, costs: Costs, bar: float = float("inf")) -> int | None:
     """The largest micro-batch of `way` that fits; None if the smallest does not, or if no step of what
     is estimated to fit takes less than `bar` seconds."""
@@ -146,22 +146,22 @@ def largest(way: Recompute, costs: Costs, bar: float = float("inf")) -> int | No
     most = roughly_largest(way, costs)
     if most is None or most == sizes.whole or most < sizes.low:
         return most
-    unit, low, high = sizes.smallest, sizes.low, sizes.whole
-    about = sizes.worth_weighing(min(int(_BEYOND * most), high))
-    if min(costs.seconds(costs.choice(way, size)) for size in about) >= bar:
-        return None
+    unit, low, high, middle = sizes.smallest, sizes.low, sizes.whole, most
     while sizes.passes(low) > sizes.passes(high - unit) and high > low * _CLOSE_ENOUGH:
-        middle = sizes.in_units(_guess(way, low, high, costs))
+        about = sizes.worth_weighing(min(int(costs.most(way)), high))
+        if min(costs.seconds(costs.choice(way, size)) for size in about) >= bar:
+            return None
         middle = min(max(middle, low + unit), sizes.in_units(high - 1))
         if middle <= low:
             break
         low, high = (middle, high) if fits(middle) else (low, middle)
+        middle = sizes.in_units(int(costs.reach(way)))
     return low
 
 
 def roughly_largest(way: Recompute, costs: Costs) -> int | None:
-    """The largest micro-batch of `way` that is estimated to fit, from traces of the smallest and of all
-    samples at once; None if the smallest does not fit."""
+    """The largest micro-batch of `way` that is estimated to fit, from a trace of the smallest; None if
+    that does not fit."""
     sizes = costs.sizes
     whole, low = sizes.whole, sizes.low
     if costs.fits(costs.choice(way, whole)):
@@ -169,12 +169,4 @@ def roughly_largest(way: Recompute, costs: Costs) -> int | None:
     if not costs.fits(costs.choice(way, low)):
         unit = sizes.smallest
         return unit if unit < low and costs.fits(costs.choice(way, unit)) else None
-    return max(low, sizes.in_units(_guess(way, low, whole, costs)))
-
-
-def _guess(way: Recompute, low: int, high: int, costs: Costs) -> int:
-    """The micro-batch at which the peak reaches the room, if it grows linearly from `low` to
-    `high`; kept away from the ends, so that a bend in the line costs few steps."""
-    least, most = (costs.peak(costs.choice(way, size)) for size in (low, high))
-    part = (costs.room - least) / max(1, most - least)
-    return low + int((high - low) * min(max(part, 0.02), 0.98))
+    return min(max(low, sizes.in_units(int(costs.reach(way)))), whole)
