@@ -28,7 +28,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, Self
@@ -94,7 +94,14 @@ from anybatch.machine import USABLE, Machine
 from anybatch.oom import is_limited
 from anybatch.parallel import Group, Replicate, SingleDevice, Wish
 from anybatch.parallel.failures import Outdated, PeerOutdated, same_on_all, together
-from anybatch.planner import Wishes, as_measured, make_plan, untraced_plan
+from anybatch.planner import (
+    Remembered,
+    Wishes,
+    as_measured,
+    key_of,
+    make_plan,
+    untraced_plan,
+)
 from anybatch.plans import (
     Choice,
     KernelChoices,
@@ -564,7 +571,11 @@ class Step:
         group, tells = self._group, self._num_steps > 0
         size = self._planned_for
         what = "a batch that is larger than those before" if tells else "the batch"
-        fits = together(group, lambda: fits and self._fits_whole(engine, batch, size))
+        remembered = self._remembered(batch, size) if fits else None
+        known = remembered.recall(self._where)[0] if remembered is not None else None
+        fits = together(
+            group, lambda: fits and known is None and self._fits_whole(engine, batch, size)
+        )
         if all(group.exchange(fits)):
             self._plans = group.exchange(self._own)
             plan, _ = _agreed_plan(group, self._plans)
@@ -585,15 +596,41 @@ class Step:
             with uncounted(), self._meter.aside():  # planning does not count as training
                 return self._planned(batch, size)
 
-        self._own = together(group, planned)
+        self._own = known or together(group, planned)
         self._plans = group.exchange(self._own)
         plan, _ = _agreed_plan(group, self._plans)
         reason = f"{what} does not fit in one piece"
         engine.follow(plan, step_number(self._num_steps), reason, tells)
-        if group.size == 1:
+        if group.size > 1:
+            return
+        found = self._rehearsed(engine, batch, is_fixed=known is not None)
+        if found is None:  # the plan that was remembered does not fit any more
+            plan = together(group, planned)
+            assert plan is not None
+            engine.follow(plan, step_number(self._num_steps), reason, tells)
             found = self._rehearsed(engine, batch)
-            self._own, self._plans = found, (found,)
-            engine.follow(found, step_number(self._num_steps), "it was rehearsed", tells)
+        assert found is not None
+        self._own, self._plans = found, (found,)
+        engine.follow(found, step_number(self._num_steps), "it was rehearsed", tells)
+        if remembered is not None:
+            remembered.keep(found)
+
+    def _remembered(self, batch: Any, size: int) -> Remembered | None:
+        """The storage of a plan for `size` samples like those in `batch`, which do not fit in one piece
+        under this budget. None where plans are not remembered: several ranks would have to agree,
+        and without a budget the free memory is another one each time."""
+        if self._group.size > 1 or not self._limited or self._is_whole:
+            return None
+        optimizer = self._optimizer
+        # Rates are changed by schedules, and do not change the memory.
+        options = {name: v for name, v in optimizer.defaults.items() if "lr" not in name}
+        asked = asdict(replace(self._wishes, watch=None)) | {
+            "optimizer": (type(optimizer).__qualname__, options),
+            "joint": self._is_joint,
+        }
+        subject = self._subject(batch, size)
+        key = key_of(subject, [self._where], self._limited, asked)
+        return Remembered(key, frontier=False, passing=())
 
     def _cut_from_now_on(self, batch: Any) -> None:
         """Switch to a plan that cuts, after memory ran out in a batch that BatchNorm normalizes as a
@@ -691,8 +728,9 @@ class Step:
         states = new_state_bytes(plan, self._replica)
         return (plan.budget_bytes or 0) - plan.reserve_bytes - states
 
-    def _rehearsed(self, engine: Transactions, batch: Any) -> Plan:
-        """The plan of `engine` after it was rehearsed with passes over `batch`. Raises `NoPlanFits`."""
+    def _rehearsed(self, engine: Transactions, batch: Any, is_fixed: bool = False) -> Plan | None:
+        """The plan of `engine` after it was rehearsed with passes over `batch`; None if its choice
+        `is_fixed` and does not fit. Raises `NoPlanFits`."""
         plan, used = engine.plan, self._meter.used_bytes()
         room = self._room_of_passes(plan)
 
@@ -702,8 +740,8 @@ class Step:
             enough = None if is_last else room  # a smaller one will be tried
             return self._run(engine, batch, choice, size, REHEARSED_PASSES, kernels, enough)
 
-        found = Rehearsing(plan, self._replica, rehearse, used).plan()
-        return plan if found is None else as_measured(found, plan)
+        found = Rehearsing(plan, self._replica, rehearse, used, is_fixed=is_fixed).plan()
+        return None if found is None else as_measured(found, plan)
 
     def _run(
         self,

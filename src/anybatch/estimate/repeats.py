@@ -237,6 +237,8 @@ def counted_again(
 
 
 class _Expansion:
+    """Puts the result together."""
+
     def __init__(self, timeline: Timeline, start: int, repeats: Sequence[Repeat]) -> None:
         self._old = timeline
         self._start = start

@@ -126,22 +126,32 @@ class Costs:
         return self.footprint(choice).peak.num_bytes
 
     def fits(self, choice: Choice) -> bool:
-        """Whether the peak of `choice` is at most `room`, according to a trace, which is not made if
-        weights and what blocks save for backward are more."""
-        return self._saved(choice.recompute, choice.micro_batch) <= self.room >= self.peak(choice)
+        """Whether the peak of `choice` is at most `room`, according to a trace, which is not made if a
+        lower bound is more."""
+        return (
+            self.least_bytes(choice.recompute, choice.micro_batch) <= self.room >= self.peak(choice)
+        )
 
-    def _saved(self, way: Recompute, micro_batch: int) -> float:
-        """A lower bound of the bytes during backward: of weights and optimizer states, and of what
-        all blocks save for backward, or one of them if all are recomputed."""
+    def least_bytes(self, way: Recompute, micro_batch: int) -> float:
+        """A lower bound of the peak: what is held, and what all blocks save for backward, or one of
+        them if all are recomputed."""
         if way.nested or way.to_host or way.tiled or way.chunked_attention:
             return 0.0
-        pace, division = self.setting.pace, self.subject.division
-        kept = pace.block_bytes(micro_batch)
+        kept = self.setting.pace.block_bytes(micro_batch)
         saved = sum(kept)
         if way.blocks:
             saved = max(kept, default=0.0) if way.blocks == self.subject.blocks else 0.0
-        states = 0 if self.states_on == "host" else pace.state_bytes
-        return saved + (pace.parameter_bytes + states) / (division.ranks if division else 1)
+        return saved + self.held_bytes(micro_batch)
+
+    def held_bytes(self, micro_batch: int) -> float:
+        """Bytes of weights and optimizer states, and of gradients if passes add to them."""
+        pace, division = self.setting.pace, self.subject.division
+        num_bytes = pace.parameter_bytes + (0 if self.states_on == "host" else pace.state_bytes)
+        if micro_batch < self.sizes.whole:
+            num_bytes += pace.parameter_bytes
+        if division is None:
+            return num_bytes
+        return 0.0 if division.offload else num_bytes / division.ranks
 
     def least(self, choice: Choice) -> int:
         """Peak memory of `choice` in bytes if evaluation takes one sample at a time, from traces."""
@@ -177,12 +187,12 @@ class Costs:
 
     def most(self, way: Recompute) -> float:
         """An upper bound of the micro-batch of `way`: estimated from traces of two sizes or more,
-        before that from the tensors that blocks save for backward."""
+        before that from a lower bound of the peak."""
         if len(self._known(way)) > 1:
             return max(self.sizes.low, _BEYOND * self.reach(way))
         size = self.sizes.low
-        saved, more = (self._saved(way, each) for each in (size, size + 1))
-        return size + (self.room - saved) / (more - saved) if more > saved else self.sizes.whole
+        least, more = (self.least_bytes(way, each) for each in (size, size + 1))
+        return size + (self.room - least) / (more - least) if more > least else self.sizes.whole
 
     def reach(self, way: Recompute) -> float:
         """The micro-batch at which the peak of `way` is estimated to reach the room, from the traces
@@ -199,7 +209,7 @@ class Costs:
             by_kind = self.footprint(self.choice(way, size)).peak.by_kind
             per_sample = sum(by_kind.get(kind, 0) for kind in _GROWING) / size
         # Where the peak is that of the update, it does not grow until that of backward exceeds it.
-        saved = self._saved(way, size + 1) - self._saved(way, size)
+        saved = self.least_bytes(way, size + 1) - self.least_bytes(way, size)
         return size + (self.room - num_bytes) / max(per_sample, saved, 1.0)
 
     def weighed(self) -> dict[Choice, int]:

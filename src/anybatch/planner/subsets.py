@@ -45,10 +45,11 @@ def subsets(
         return []
     if found.get(plain) == costs.sizes.whole:
         return []
-    seconds = costs.setting.pace.block_seconds(costs.sizes.low)
-    fastest = everything.blocks[seconds.index(min(seconds))]
-    if costs.least_seconds(Recompute(blocks=(fastest,))) >= bar:
-        return []  # not even with that block only, and unlimited memory
+    size = found.get(everything) or min(int(costs.most(everything)), costs.sizes.whole)
+    while not _may_pay(size, bar, costs):
+        size = size * 3 // 4
+        if size <= found.get(plain, 0):
+            return []
     top = found.get(everything) or roughly_largest(everything, costs)
     if top is None:
         return []
@@ -60,6 +61,18 @@ def subsets(
             chosen.append(choice)
             bar = costs.seconds(choice)
     return chosen
+
+
+def _may_pay(size: int, bar: float, costs: Costs) -> bool:
+    """Whether recomputing some blocks may be enough for micro-batch `size` in less than `bar` seconds
+    per step, according to a lower bound of memory."""
+    names, pace = costs.subject.blocks, costs.setting.pace
+    seconds = pace.block_seconds(size)
+    numbers = cheapest(pace.block_bytes(size), seconds, costs.room - costs.held_bytes(size))
+    if numbers is None:
+        return False
+    blocks = tuple(names[number] for number in numbers or (seconds.index(min(seconds)),))
+    return costs.seconds(costs.choice(Recompute(blocks=blocks), size)) < bar
 
 
 def leanest_subset(size: int, bar: float, costs: Costs) -> Choice | None:
