@@ -45,17 +45,18 @@ def subsets(
         return []
     if found.get(plain) == costs.sizes.whole:
         return []
+    low = found.get(plain, 0)
     size = found.get(everything) or min(int(costs.most(everything)), costs.sizes.whole)
-    while not _may_pay(size, bar, costs):
+    while size > low and not _may_pay(size, bar, costs):
         size = size * 3 // 4
-        if size <= found.get(plain, 0):
-            return []
+    if size <= low:
+        return []
     top = found.get(everything) or roughly_largest(everything, costs)
     if top is None:
         return []
     chosen: list[Choice] = []
     # At the largest micro-batch without recompute, recomputing one block would not save a pass.
-    for size in costs.sizes.between(found.get(plain, 0), top):
+    for size in costs.sizes.between(low, top):
         choice = leanest_subset(size, bar, costs)
         if choice is not None:
             chosen.append(choice)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import anybatch as ab
+from anybatch.errors import NoPlanFits
 from anybatch.estimate import footprint, subject_of
 from anybatch.machine import Machine
 from anybatch.planner import costs as module
@@ -337,3 +338,26 @@ def test_where_nothing_else_fits_activations_go_to_host_memory():
     assert plan.choice.recompute.to_host
     with pytest.raises(ab.NoPlanFits):
         ab.plan(task, Machine.describe("24GiB"), memory="650MiB")
+
+
+class Huge(nn.Module):
+    """Saves two tensors of 16 GiB per sample for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.tanh(self.line(x).unsqueeze(1).expand(-1, 1 << 26, -1))
+        return x + torch.tanh(wide).mean(dim=1)
+
+
+@pytest.mark.parametrize("number", [2, 12])
+def test_one_block_of_one_sample_may_be_more_than_the_room(number: int):
+    def model() -> nn.Module:
+        return nn.Sequential(
+            *[nn.Sequential(Huge(), nn.Identity()) for _ in range(number)], nn.Linear(64, 1)
+        )
+
+    with pytest.raises(NoPlanFits, match="no plan fits the budget"):
+        ab.plan(deep_task(model=model, global_batch=64), Machine.describe("24GiB"))
