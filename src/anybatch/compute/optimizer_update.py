@@ -184,7 +184,7 @@ class Updater:
         for param in parameters:
             param.grad = None
         whole = [(group, group["params"]) for group in self.param_groups]
-        number_of = {param: i for i, (_, params) in enumerate(whole) for param in params}
+        group_of = {param: group for group, params in whole for param in params}
         try:
             for part in _parts(parameters):
                 # A step visits all parameters of a group, which adds up over many parts.
@@ -192,7 +192,7 @@ class Updater:
                     group["params"] = []
                 for param in part:
                     param.grad = gradients.pop(param)
-                    whole[number_of[param]][0]["params"].append(param)
+                    group_of[param]["params"].append(param)
                 if self.states_on == "host":
                     self._fetch(part)
                 step()

@@ -59,8 +59,8 @@ class Repeat:
     """Blocks that are left out.
 
     Attributes:
-        kept: the block before `one`, `one`, the block after the ones left out, and the block after
-            that.
+        kept: the four blocks that run, in order. Those left out are between the second, which stands
+            for them, and the third.
         left_out: names of the blocks left out, in order.
     """
 
@@ -406,9 +406,9 @@ class _Expansion:
             end = self._visit(died)
             one, place = self._passed.get(end, (None, 0))
             if one is not None and place in (1, 2):
-                # Kept for the block next to it, which frees it.
-                beside = one.repeat.kept[0 if place == 1 else 3]
-                if number < 0 or self._visits[number].block != beside:
+                # Only the outer neighbor may create what a middle block frees.
+                neighbor = one.repeat.kept[0 if place == 1 else 3]
+                if number < 0 or self._visits[number].block != neighbor:
                     raise NotRegular(f"{block} is freed by one of the blocks that repeat")
             died = self._same(died)
         return _block_at(block, self._same(block.born), died, block.module)

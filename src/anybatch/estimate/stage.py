@@ -158,7 +158,7 @@ class Stage:
         self._head = replace(head, blocks=[replace(block) for block in head.blocks])
         self._settled = [block for block in head.blocks if block.died is None]
         self._first: int | None = None
-        self._steady: _Update | None = None
+        self._steady: _TracedUpdate | None = None
 
     def step(self, choice: Choice) -> Traced:
         """Trace a step of at most two micro-batches and its update."""
@@ -189,9 +189,21 @@ class Stage:
         """Like `step`, without the blocks that `repeats` leave out. Raises `NotRegular`."""
         if self._steady is None:
             self._steady = self._traced_update()
+        whole = self._short_passes(choice, count, repeats)
+        self._steady.append_to(whole)
+        return self._joined(whole, self._steady.commit_bytes, count, repeats)
+
+    def _short_passes(
+        self, choice: Choice, count: int, repeats: Sequence[Repeat], add: bool = False
+    ) -> Timeline:
+        """Trace the passes of a step without the blocks that `repeats` leave out, and return the trace
+        with them. `add`: whether there are gradients, to which the first pass adds. Raises
+        `NotRegular`, and whatever the model or loss raises."""
         model, written = self.replica.model, self._subject.written
         step = self._begin()
         with self._open():
+            if add:
+                self.make_gradients()
             with shortened(model, repeats, choice.recompute) as recompute:
                 self.replica.switch(choice.model_copy(update={"recompute": recompute}))
                 before = counting_buffers(model)
@@ -205,16 +217,14 @@ class Stage:
         for block in waiting:
             block.died = None
         written.update(dict.fromkeys(name for _, name in named_again([*written], repeats)))
-        whole = self._expanded(step, repeats)
-        self._steady.append_to(whole)
-        return self._joined(whole, self._steady.commit_bytes, count, repeats)
+        return self._expanded(step, repeats)
 
     def _expanded(self, step: Timeline, repeats: Sequence[Repeat]) -> Timeline:
         if not self.reusable:
             raise NotRegular("a step leaves tensors behind")
         return expanded(step, self._head.num_moments, repeats)
 
-    def _traced_update(self) -> _Update:
+    def _traced_update(self) -> _TracedUpdate:
         """Trace an update of all parameters after a pass."""
         step = self._begin()
         with self._open():
@@ -222,7 +232,7 @@ class Stage:
             begun = step.num_moments
             self.run_update()
         self._decide_reuse(step)
-        return _Update(step, begun)
+        return _TracedUpdate(step, begun)
 
     def verify_repeats(self, size: int, whole: Timeline, until: int) -> None:
         """Determine the runs of blocks of which a trace needs a few (`Subject.runs`). They are used
@@ -234,7 +244,8 @@ class Stage:
         if not repeats or self.replica.is_joint or not self.reusable:
             return
         try:
-            found = self._short_pass(size, repeats)
+            choice = self._plain.model_copy(update={"micro_batch": size})
+            found = self._short_passes(choice, 1, repeats, add=True)
         except NotRegular:
             return
         except Exception:  # whatever the user's code raises without some of its blocks
@@ -245,21 +256,6 @@ class Stage:
         start = self._head.num_moments
         if do_the_same(whole, found, start, (until, found.num_moments)):
             subject.runs.found = list(runs)
-
-    def _short_pass(self, size: int, repeats: Sequence[Repeat]) -> Timeline:
-        """Trace a pass over `size` samples without the blocks that `repeats` leave out. Raises
-        `NotRegular`, and whatever the model or loss raises."""
-        step = self._begin()
-        with self._open():
-            self.make_gradients()
-            with shortened(self.replica.model, repeats, Recompute()):
-                self._run(self._plain.model_copy(update={"micro_batch": size}), 1)
-            died = [block.died for block in step.blocks]
-            self.replica.drop()
-        self._decide_reuse(step)
-        for block, moment in zip(step.blocks, died, strict=True):
-            block.died = moment
-        return self._expanded(step, repeats)
 
     def evaluation(self, choice: Choice) -> Traced:
         """Trace two batches of evaluation."""
@@ -452,7 +448,7 @@ class Stage:
         )
 
 
-class _Update:
+class _TracedUpdate:
     """An update that was traced once, to follow the passes of any step.
 
     Args:
