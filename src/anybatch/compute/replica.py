@@ -212,6 +212,11 @@ class Replica:
             self._numerics.scaler.load_state_dict(dict(state))
             self.loss_scale = self._numerics.scaler.get_scale()
 
+    @property
+    def buckets(self) -> Buckets | None:
+        """The buckets in which gradients are stored, once `flatten` was called."""
+        return self._buckets
+
     def flatten(self) -> Buckets:
         """Store the gradients in buckets from now on, and return the buckets.
 

@@ -228,6 +228,8 @@ class Stage:
         """Trace an update of all parameters after a pass."""
         step = self._begin()
         with self._open():
+            if self.replica.buckets is not None:
+                self.replica.buckets.attach()
             self.make_gradients()
             begun = step.num_moments
             self.run_update()

@@ -115,9 +115,11 @@ def subject(model: Callable[[], nn.Module]) -> Subject:
     return subject_of(task)
 
 
-def counted(model: Callable[[], nn.Module], device: Device, precision: Any = "fp32") -> Subject:
+def counted(
+    model: Callable[[], nn.Module], device: Device, precision: Any = "fp32", flat: bool = False
+) -> Subject:
     """A subject of which the work was counted, which finds the blocks that are alike."""
-    one = subject(model)
+    one = replace(subject(model), flat=flat)
     choice = Choice(micro_batch=8, evaluation_batch=8, precision=precision)
     one.following(device, lambda on: Counting(one, choice, on).at(8))
     return one
@@ -165,6 +167,24 @@ def test_the_trace_of_a_few_blocks_is_that_of_all(way: str, device: Device) -> N
     other = without_repeats(one)
     for size in (8, 64):
         choice = Choice(micro_batch=size, evaluation_batch=size, recompute=WAYS[way])
+        assert told(trace_step(one, choice, device)) == told(trace_step(other, choice, device))
+    assert one.runs.found == [NAMES]
+
+
+@pytest.mark.parametrize("device", [CPU, ABSENT], ids=["cpu", "absent"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "foreach"])
+def test_gradients_in_buckets_are_updated_as_those_of_all_blocks(
+    fused: bool, device: Device
+) -> None:
+    one = counted(Deep, device, flat=True)
+    other = without_repeats(one)
+    for way in WAYS["nothing"], WAYS["all"]:
+        choice = Choice(
+            micro_batch=8,
+            evaluation_batch=8,
+            recompute=way,
+            update="fused" if fused else "as given",
+        )
         assert told(trace_step(one, choice, device)) == told(trace_step(other, choice, device))
     assert one.runs.found == [NAMES]
 
