@@ -9,11 +9,41 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 _MOST_IN_LINE = 2000
 """Maximum characters per line of a message. A longer line contains a long input value, which would hide
 the rest of the message."""
+
+
+_is_command_line = False
+
+
+@contextmanager
+def worded_for_command_line() -> Iterator[None]:
+    """Context manager in which messages name settings as options of the command line."""
+    global _is_command_line
+    before, _is_command_line = _is_command_line, True
+    try:
+        yield
+    finally:
+        _is_command_line = before
+
+
+def worded(python: str, option: str) -> str:
+    """Whichever of the two names a setting in the interface in use: Python, or the command line."""
+    return option if _is_command_line else python
+
+
+def as_setting(name: str, value: str | int | None = None) -> str:
+    """A setting for a message: `memory="1GiB"` in Python, `--memory 1GiB` on the command line. Without
+    a value: `memory=` and `--memory`."""
+    option = f"--{name.replace('_', '-')}"
+    if value is None:
+        return worded(f"{name}=", option)
+    written = f'"{value}"' if isinstance(value, str) else value
+    return worded(f"{name}={written}", f"{option} {value}")
 
 
 def shortened(text: str, most: int = 200) -> str:

@@ -117,7 +117,7 @@ ROWS: list[tuple[str, Callable[[], object], type[Exception], tuple[str, ...]]] =
         "nothing-fits",
         lambda: ab.plan(task(), memory="512KiB"),
         ab.NoPlanFits,
-        ("512 KiB", "--memory"),
+        ("512 KiB", '(memory="'),
     ),
     ("described", lambda: ab.Machine.describe("big"), ab.InputError, ("'big'", "'24GiB'")),
     ("described-empty", lambda: ab.Machine.describe(""), ab.InputError, ("''", "8 x h100-80gb")),

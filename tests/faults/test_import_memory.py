@@ -33,7 +33,7 @@ def test_a_limit_that_torch_does_not_fit_is_told(command: str, mib: int, tmp_pat
     told = re.fullmatch(
         r"anybatch: the limit of (\d+) MiB on this process \(RLIMIT_AS, ulimit -v\) leaves (\d+) MiB of"
         r" addresses, and torch needs 1024 MiB to start: lift it \(`ulimit -v unlimited`\), .*"
-        r" --memory.*\.\n",
+        r" a memory budget.*\.\n",
         done.stderr,
     )
     assert told, done.stderr

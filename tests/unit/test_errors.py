@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from anybatch.errors import InputError, listed, shortened
+from anybatch.errors import (
+    InputError,
+    as_setting,
+    listed,
+    shortened,
+    worded,
+    worded_for_command_line,
+)
 
 
 def test_names_are_listed_as_people_count():
@@ -27,3 +34,15 @@ def test_a_value_of_thousands_of_characters_is_cut():
     assert len(text) < 2200
     assert shortened("x" * 200) == "x" * 200
     assert shortened("ab" * 200, 100).startswith("ab" * 25 + " ... (300 characters left out) ... ")
+
+
+def test_settings_are_named_as_in_the_interface_that_is_used():
+    def named() -> list[str]:
+        given = as_setting("memory", "1GiB"), as_setting("micro_batch", 4), as_setting("out")
+        return [*given, worded("resume=True", "--resume")]
+
+    in_python = ['memory="1GiB"', "micro_batch=4", "out=", "resume=True"]
+    assert named() == in_python
+    with worded_for_command_line():
+        assert named() == ["--memory 1GiB", "--micro-batch 4", "--out", "--resume"]
+    assert named() == in_python

@@ -24,7 +24,7 @@ from anybatch.cli.scale import scale
 from anybatch.cli.submit import submit
 from anybatch.cli.train import train
 from anybatch.cli.verify import verify
-from anybatch.errors import AnybatchError, PeerLost, Stopped
+from anybatch.errors import AnybatchError, PeerLost, Stopped, worded_for_command_line
 from anybatch.process import libraries
 from anybatch.process.early_stop_signal import (
     BEFORE_THE_FIRST_STEP,
@@ -99,7 +99,8 @@ def run(arguments: list[str]) -> int:
     propagates.
     """
     try:
-        result = _app(arguments, standalone_mode=False, prog_name="anybatch", obj=arguments)
+        with worded_for_command_line():
+            result = _app(arguments, standalone_mode=False, prog_name="anybatch", obj=arguments)
     except AnybatchError as error:
         return _tell(str(error), error.exit_status) if _is_news(error) else error.exit_status
     except StoppedEarly:

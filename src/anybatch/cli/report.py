@@ -25,5 +25,5 @@ def report(
     if log is None:
         print(write(run))
         return
-    with output_folder(log, option="--tensorboard"):
+    with output_folder(log, name="tensorboard"):
         print(write_tensorboard(run / EVENTS_FILE, log))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from anybatch.errors import as_setting
 from anybatch.insight.noise import LEAST_STEPS, NoiseScale, latest, windows
 from anybatch.insight.noise_series import Block, in_unit_of_batch, total
 from anybatch.plans import Plan
@@ -99,8 +100,8 @@ def unmeasured(plan: Plan, num_steps: int) -> str:
         )
     elif plan.parallel == "shard":
         why = (
-            "no rank holds the gradient of its own samples where the model is divided; with --parallel"
-            " replicate it is, if that fits"
+            "no rank holds the gradient of its own samples where the model is divided; with"
+            f" {as_setting('parallel', 'replicate')} it is, if that fits"
         )
     elif plan.exchange.every > 1 or plan.exchange.stale:
         why = (
@@ -114,8 +115,8 @@ def unmeasured(plan: Plan, num_steps: int) -> str:
         )
     elif passes <= 1 and plan.num_ranks == 1:
         why = (
-            "a step is one micro-batch, which has nothing to be compared with; with --micro-batch"
-            f" {max(1, half)} it is"
+            "a step is one micro-batch, which has nothing to be compared with; with"
+            f" {as_setting('micro_batch', max(1, half))} it is"
         )
     elif num_steps < LEAST_STEPS:
         why = f"it takes {LEAST_STEPS} steps at the least, and there were {num_steps}"

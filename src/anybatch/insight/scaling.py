@@ -5,22 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from anybatch.errors import as_setting, worded
 from anybatch.events import COMPUTING, EXCHANGE, SAMPLES, SLOWER, UPDATE
 from anybatch.plans import Parallel, Plan
 
 _NOT_MUCH = 0.15
 """Minimum share of a step for a part to count as its limit."""
 
-_SENTENCES = {
-    COMPUTING: "more devices would shorten it",
-    SLOWER: "the others wait for the slowest rank, which --balance measured would give less to do",
-    EXCHANGE: (
-        "a larger global batch has fewer exchanges for as many samples, and --compress and"
-        " --local-steps send less"
-    ),
-    UPDATE: "more devices do not shorten it, unless they divide the model (--parallel shard)",
-    SAMPLES: "more workers in the task (num_workers) would load them meanwhile",
-}
 _BUSY = "a rank's part of the batch is too small to keep its device busy"
 
 
@@ -97,4 +88,22 @@ def what_limits(parts: Mapping[str, float]) -> str:
 
 
 def _told(part: str, share: float, why: str = "") -> str:
-    return f"{part}, {share:.0%} of a step: {why or _SENTENCES[part]}"
+    return f"{part}, {share:.0%} of a step: {why or _remedy(part)}"
+
+
+def _remedy(part: str) -> str:
+    """Returns what would shorten `part`."""
+    if part == SLOWER:
+        measured = as_setting("balance", "measured")
+        return f"the others wait for the slowest rank, which {measured} would give less to do"
+    if part == EXCHANGE:
+        less = worded("compression and local steps (exchange=)", "--compress and --local-steps")
+        return (
+            f"a larger global batch has fewer exchanges for as many samples, and {less} send less"
+        )
+    if part == UPDATE:
+        divided = as_setting("parallel", "shard")
+        return f"more devices do not shorten it, unless they divide the model ({divided})"
+    if part == SAMPLES:
+        return "more workers in the task (num_workers) would load them meanwhile"
+    return "more devices would shorten it"

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, Self
 
-from anybatch.errors import InputError
+from anybatch.errors import InputError, as_setting
 from anybatch.events import Event, RunEnded, RunStarted
 from anybatch.report.tensorboard import Scalars, scalars_of, settings_of
 
@@ -147,5 +147,5 @@ def _imported(library: str) -> Any:
     except ImportError as error:
         raise InputError(
             f"tracking by {library} needs the package {library}, which cannot be imported ({error}):"
-            f" pip install {library}. Curves can be had without it by --tensorboard."
+            f" pip install {library}. Curves can be had without it by {as_setting('tensorboard')}."
         ) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from anybatch.errors import InputError
+from anybatch.errors import InputError, as_setting
 from anybatch.oom import is_limited
 from anybatch.parallel.group import Group, SingleDevice
 from anybatch.parallel.link import connect
@@ -34,7 +34,7 @@ def group_of(plan: Plan) -> tuple[Group, str]:
     if there != plan.num_ranks:
         raise InputError(
             f"the plan is for {plan.num_ranks} ranks, and here {'is' if there == 1 else 'are'} {there}:"
-            f" start it with `anybatch train --ranks {plan.num_ranks}` or torchrun, or plan anew."
+            f" start it with {as_setting('ranks', plan.num_ranks)} or torchrun, or plan anew."
         )
     name = plan.device
     if name == "cuda":  # the current device, which was set when the ranks were started

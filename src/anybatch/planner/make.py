@@ -9,7 +9,7 @@ from dataclasses import replace
 from anybatch.compute import DEFAULT_GHOST_BATCH
 from anybatch.compute.joint import USES_PARAMETERS
 from anybatch.compute.lm_loss import PLAIN_LOGITS
-from anybatch.errors import AnybatchError, InputError, NoPlanFits
+from anybatch.errors import AnybatchError, InputError, NoPlanFits, as_setting, worded
 from anybatch.estimate import Head, Subject, head_of, why_untraced
 from anybatch.estimate.eager import eagerly
 from anybatch.estimate.seconds import StepSeconds, meeting_seconds
@@ -212,7 +212,8 @@ def _no_pass_fits(found: Found, layout: Layout) -> NoPlanFits:
         more = ", more ranks, or a smaller ghost batch, which changes BatchNorm's result."
     else:
         what = f"a grain of {size} samples of the reproducible run"
-        smaller = ", or smaller grains (--grain, anybatch.Grains), which change the result's bits"
+        grains = worded("reproducible=anybatch.Grains(n)", "--grain")
+        smaller = f", or smaller grains ({grains}), which change the result's bits"
         more = f"{smaller if size > 1 else ''}."
     return no_plan_fits(found.costs.setting.device, what, enough(found.costs, found.choice), more)
 
@@ -352,7 +353,8 @@ def _told_exchange(seconds: StepSeconds, layout: Layout) -> Iterator[str]:
     own = seconds.forward + seconds.backward + seconds.recompute
     alone = own * sum(layout.shares) / max(layout.shares) + seconds.update
     if seconds.total > alone:
-        less = "; --compress and --local-steps send less, and change the result"
+        ways = worded("compression and local steps (exchange=)", "--compress and --local-steps")
+        less = f"; {ways} send less, and change the result"
         yield (
             "The exchange between the ranks is predicted to take"
             f" {format_seconds(seconds.exchange)} of a step of {format_seconds(seconds.total)}, which"
@@ -523,6 +525,6 @@ def faster_notice(choice: Choice, sizes: Sizes, setting: Setting) -> Iterator[st
     if now > _WORTH_SAYING * half:
         yield (
             f"In bf16 a step would take about {half / now:.0%} of the time on this device, and less"
-            " memory. Ask for it with --precision bf16 or auto (in Python, precision=): it rounds"
-            " differently, so it is never chosen unasked."
+            f" memory. Ask for it with {as_setting('precision', 'bf16')}: it rounds differently, so it"
+            " is never chosen unasked."
         )

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anybatch.compute.low_bit_optimizers import state_kinds
 from anybatch.compute.optimizer_update import can_part
-from anybatch.errors import NoPlanFits
+from anybatch.errors import NoPlanFits, as_setting
 from anybatch.estimate import Subject
 from anybatch.machine import Device
 from anybatch.planner.costs import Costs
@@ -63,7 +63,7 @@ def no_plan_fits(device: Device, what: str, peak_bytes: int, more: str, at: str 
     return NoPlanFits(
         f"no plan fits the budget of {format_bytes(device.budget_bytes)}: {what} is predicted to need"
         f" {format_bytes(peak_bytes)}{at}. Give it at least {format_bytes(least)}"
-        f" (--memory {-(-least // (1 << 20))}MiB){more}",
+        f" ({as_setting('memory', f'{-(-least // (1 << 20))}MiB')}){more}",
         least_bytes=least,
     )
 

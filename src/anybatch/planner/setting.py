@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from anybatch.errors import as_setting
 from anybatch.estimate import Subject
 from anybatch.estimate.calibration import Correction, correction, speeds_of
 from anybatch.estimate.seconds import Pace
@@ -100,7 +101,7 @@ def budget_notices(device: Device, limited: bool) -> Iterator[str]:
         yield (
             f"The budget of {format_bytes(device.budget_bytes)} a rank is more than the"
             f" {format_bytes(free)} that are free now ({limit}): where that is used up, the kernel"
-            " refuses memory or ends the process. Give less with --memory."
+            f" refuses memory or ends the process. Give less with {as_setting('memory')}."
         )
     if not limited and device.kind == "cpu" and device.limit:
         yield f"No budget was given: it is most of the memory that {device.limit} leaves free."

@@ -37,7 +37,7 @@ Compression = Literal["bf16", "fp16"]
 
 _REMOVED = {
     "ddp": "runs use no DistributedDataParallel; choose 'replicate', which gives the same result",
-    "in-process": "ranks are processes; choose 'replicate', with --ranks N for several ranks",
+    "in-process": "ranks are processes; choose 'replicate', for any number of ranks",
     "powersgd": "there is no PowerSGD; choose 'bf16' or 'fp16'",
 }
 

@@ -31,7 +31,7 @@ _SIGNALS = tuple(
 """Signals that request the end of a run, other than Ctrl-C, which may be pressed again."""
 
 BEFORE_THE_FIRST_STEP = (
-    "the run was asked to stop before its first step: start it again with --resume."
+    "the run was asked to stop before its first step: start it again in the same way."
 )
 
 

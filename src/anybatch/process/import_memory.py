@@ -25,7 +25,7 @@ cannot be handled."""
 
 _REMEDY = (
     "lift it (`ulimit -v unlimited`), since it counts addresses, of which torch takes many and fills"
-    " few, and bound training by --memory instead."
+    " few, and bound training by a memory budget instead."
 )
 
 

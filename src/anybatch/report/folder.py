@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from anybatch.errors import InputError
+from anybatch.errors import InputError, as_setting, worded
 from anybatch.events import (
     Evaluated,
     Event,
@@ -130,10 +130,10 @@ def unfinished_step(folder: Path) -> int | None:
 
 
 @contextlib.contextmanager
-def output_folder(folder: Path, option: str = "--out") -> Iterator[Path]:
+def output_folder(folder: Path, name: str = "out") -> Iterator[Path]:
     """Create `folder` if needed, and check that it is writable before any work is done. If the body
-    fails before it has written a file, the created folders are deleted. `option` is the command line
-    option named in the error message.
+    fails before it has written a file, the created folders are deleted. `name` is the setting named in
+    the error message.
 
     Raises `InputError` if the folder is not writable.
     """
@@ -147,7 +147,7 @@ def output_folder(folder: Path, option: str = "--out") -> Iterator[Path]:
         except OSError as error:
             raise InputError(
                 f"the output folder {folder} cannot be written to: {error.strerror}. Give another"
-                f" with {option}."
+                f" with {as_setting(name)}."
             ) from None
         yield folder
     except BaseException:
@@ -166,13 +166,13 @@ def run_folder(folder: Path, resume: bool = False, again: bool = False) -> Itera
     with output_folder(folder), kept_by_one(folder / _IN_USE) as alone:
         if not (alone or again):
             raise InputError(
-                f"{folder} is in use by another run: give another folder with --out, or wait for the"
-                " end of that run."
+                f"{folder} is in use by another run: give another folder with {as_setting('out')}, or"
+                " wait for the end of that run."
             )
         if not resume and (step := unfinished_step(folder)) is not None:
             raise InputError(
                 f"{folder} holds a run that is not finished, with checkpoints (step {step}): resume it"
-                " with --resume, give another folder, or remove this one."
+                f" with {worded('resume=True', '--resume')}, give another folder, or remove this one."
             )
         yield folder
 
@@ -196,7 +196,8 @@ def new_folder(parent: Path, name: str) -> Iterator[Path]:
                 folder = next_folder(parent, name)
     except OSError as error:
         raise InputError(
-            f"no run folder can be made in {parent}: {error.strerror}. Give one with --out."
+            f"no run folder can be made in {parent}: {error.strerror}. Give one with"
+            f" {as_setting('out')}."
         ) from None
     try:
         yield folder

@@ -20,7 +20,7 @@ from torch import nn
 
 from anybatch.compute.building import copy_of
 from anybatch.compute.determinism import one_thread
-from anybatch.errors import InputError
+from anybatch.errors import InputError, as_setting, worded
 from anybatch.estimate import Subject, few_collections, subject_of
 from anybatch.events import Sink
 from anybatch.launch import call, find
@@ -249,7 +249,8 @@ class _Job:
         if task.valid is None:
             raise InputError(
                 f"the task {task.name!r} of the run {self.run.folder} has no held-out samples to"
-                " evaluate on: give it valid=..., or name a task that has some with --task."
+                f" evaluate on: give it valid=..., or name a task that has some with"
+                f" {as_setting('task')}."
             )
         return task
 
@@ -293,8 +294,8 @@ class _Job:
             raise InputError(
                 f"the task {subject.identity.name!r} is not the one of the run {self.run.folder}: its"
                 f" model has {found:,} parameters, and that of {self.run.task!r}, which was trained,"
-                f" {wanted:,}. Name the task that was trained (--task), with the settings (-s) of its"
-                " model."
+                f" {wanted:,}. Name the task that was trained ({as_setting('task')}), with the settings"
+                f" ({worded('settings=', '-s')}) of its model."
             )
 
     def _budget(self, before: Plan) -> str | int | None:

@@ -19,7 +19,7 @@ from anybatch.batch_rule import rule_text
 from anybatch.compute.determinism import one_thread
 from anybatch.compute.precision import check_available, precision_notices
 from anybatch.data import is_map_style, largest_batch, num_samples_of
-from anybatch.errors import InputError, NoPlanFits
+from anybatch.errors import InputError, NoPlanFits, as_setting, worded
 from anybatch.estimate import Subject, allocator_notices, few_collections, subject_of
 from anybatch.launch import find
 from anybatch.machine import Device, Machine
@@ -379,7 +379,7 @@ def _not_reproducible(options: PlanOptions) -> Iterator[tuple[str, object, str]]
         remedy = "gradients are then added up in another order: leave it out, or take 'replicate'"
         yield "parallel", parallel, remedy
     if options.micro_batch is not None:
-        remedy = "a pass is a grain: set that of the task (--grain, anybatch.Grains)"
+        remedy = f"a pass is a grain: set that of the task ({worded('anybatch.Grains', '--grain')})"
         yield "micro_batch", options.micro_batch, remedy
     if options.chunked_loss is True:
         yield "chunked_loss", True, "chunks round otherwise: leave it out"
@@ -458,9 +458,10 @@ def _measured_refusal(
             return refused
         needs, budget = measured.least_bytes, devices[0].budget_bytes
         _, line, predicted = str(refused).partition("\n")
+        given = as_setting("memory", f"{-(-needs // (1 << 20))}MiB")
         return NoPlanFits(
             f"no plan fits the budget of {format_bytes(budget)}: as measured on this device, give it at"
-            f" least {format_bytes(needs)} (--memory {-(-needs // (1 << 20))}MiB).{line}{predicted}",
+            f" least {format_bytes(needs)} ({given}).{line}{predicted}",
             least_bytes=needs,
         )
     except Exception:  # an error of the user's code will be raised again, and reported, in the run

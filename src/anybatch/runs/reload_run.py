@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from anybatch.batch_rule import as_text, read_rule
-from anybatch.errors import InputError
+from anybatch.errors import InputError, as_setting, worded
 from anybatch.recipes import file_of, resolve, sha256_of
 from anybatch.report import PastRun
 from anybatch.task import Grains, Task, check_task
@@ -49,8 +49,8 @@ def task_of(
     if not name:
         raise InputError(
             f"the run in {run.folder} does not tell where its task {run.task!r} comes from: name it"
-            " with --task FILE.py[:function] or --task RECIPE, and its settings with -s (in Python,"
-            " task=)."
+            f" with {as_setting('task', 'FILE.py[:function]')} or as a recipe, and give its settings"
+            f" ({worded('settings=', '-s')})."
         )
     if task is None:
         _check_file(run)
@@ -76,7 +76,7 @@ def _check_file(run: PastRun) -> None:
         return
     raise InputError(
         f"the run in {run.folder} names the file {str(file)!r} for its task, which {why}, so it is not"
-        " run: read it, and name it with --task (in Python, task=), if it is what you want."
+        f" run: read it, and name it with {as_setting('task')}, if it is what you want."
     )
 
 
@@ -117,5 +117,5 @@ def check_has_weights(run: PastRun) -> None:
         state = "has finished, and its weights are gone" if run.finished else "has not finished"
         raise InputError(
             f"the run in {run.folder} {state}, and it has no checkpoint: there are no weights in it."
-            " Train on (--resume) until it has saved some."
+            f" Train on ({worded('resume=True', '--resume')}) until it has saved some."
         )

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import final
 
-from anybatch.errors import InputError, Stopped
+from anybatch.errors import InputError, Stopped, worded
 from anybatch.events import StepDone
 from anybatch.launch import find
 from anybatch.parallel import Wish
@@ -121,7 +121,8 @@ class _Keeper:
             what = ", which could not be saved" if has_failed else "; everything is saved"
             again = "resume it to go on"
             if self._out is not None:
-                again = f"--out {self._out} --resume goes on (in Python, out and resume=True)"
+                python = f"out={str(self._out)!r} and resume=True"
+                again = f"{worded(python, f'--out {self._out} --resume')} goes on"
             if has_failed:
                 again += ", from the newest checkpoint that is complete"
             raise Stopped(

@@ -381,7 +381,7 @@ class _Job:
             if out is not None and leads():
                 folder = stack.enter_context(run_folder(out, resumes, self.keeping.goes_on))
             if self.tensorboard is not None and leads():
-                stack.enter_context(output_folder(self.tensorboard, option="--tensorboard"))
+                stack.enter_context(output_folder(self.tensorboard, name="tensorboard"))
             plan = self.plan or choose_plan(self.task, out, resumes, ranks, self.options)
             if display is not None:
                 display.show(plan)  # before the baseline: its memory is not training's

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 import torch
 from torch import Tensor
 
-from anybatch.errors import AnybatchError, InputError, PeerFailed
+from anybatch.errors import AnybatchError, InputError, PeerFailed, as_setting
 from anybatch.oom import is_memory_error
 from anybatch.parallel import Group, from_rank_0
 from anybatch.process.threads import begin
@@ -387,7 +387,7 @@ class Checkpoints:
         if not steps:
             raise InputError(
                 f"there is no checkpoint of step {step:,} in {self._folder.path}, nor of any other:"
-                " name a run that has saved some (--checkpoint-every)."
+                f" name a run that has saved some ({as_setting('checkpoint_every')})."
             )
         of = f"step {steps[0]}" if len(steps) == 1 else f"the steps {', '.join(steps)}"
         raise InputError(

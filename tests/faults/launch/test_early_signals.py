@@ -41,7 +41,7 @@ sys.meta_path.insert(0, Finder())
 BY_HAND = 130, "anybatch: stopped by hand; nothing of the unfinished step was kept.\n"
 PREEMPTED = (
     75,
-    "anybatch: the run was asked to stop before its first step: start it again with --resume.\n",
+    "anybatch: the run was asked to stop before its first step: start it again in the same way.\n",
 )
 
 

@@ -90,8 +90,8 @@ def plan_of(micro_batch=4096, ranks=1, **changes):
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (plan_of(), "with --micro-batch 2048 it is"),
-        (plan_of(64, ranks=2, parallel="shard"), "--parallel replicate"),
+        (plan_of(), "with micro_batch=2048 it is"),
+        (plan_of(64, ranks=2, parallel="shard"), 'with parallel="replicate"'),
         (plan_of(64, ranks=2, exchange=Exchange(every=2)), "local steps"),
         (plan_of(64, ranks=2, exchange=Exchange(stale=True)), "stale gradients"),
         (plan_of(64, ranks=2, norms="synchronised"), "a smaller ghost batch"),

@@ -17,9 +17,9 @@ def step(**parts: float) -> dict[str, float]:
     ("parts", "named", "remedy"),
     [
         (step(computing=0.9, exchange=0.1), "computing, 90%", "more devices"),
-        (step(computing=0.6, exchange=0.4), "exchange, 40%", "--compress"),
-        (step(computing=0.7, slower_ranks=0.3), "slower ranks, 30%", "--balance measured"),
-        (step(computing=0.5, update=0.3, exchange=0.2), "update, 30%", "--parallel shard"),
+        (step(computing=0.6, exchange=0.4), "exchange, 40%", "compression and local steps"),
+        (step(computing=0.7, slower_ranks=0.3), "slower ranks, 30%", 'balance="measured"'),
+        (step(computing=0.5, update=0.3, exchange=0.2), "update, 30%", 'parallel="shard"'),
         (step(computing=0.7, samples=0.2, exchange=0.1), "samples, 20%", "num_workers"),
     ],
 )

@@ -79,7 +79,7 @@ def test_an_exchange_that_is_not_exact_takes_less():
 
 
 def test_what_sends_less_is_not_advised_where_it_is_done():
-    advice = "--compress and --local-steps send less"
+    advice = "compression and local steps (exchange=) send less"
     assert any(advice in notice for notice in planned(ONE_GIGABIT).notices)
     halved = planned(ONE_GIGABIT, told=Exchange(compress="bf16"))
     assert any("one rank alone" in notice for notice in halved.notices)

@@ -210,7 +210,9 @@ def test_a_budget_beyond_what_is_free_is_warned_of():
         device = replace(here, budget_bytes=budget, limit="a limit of ours")
         told = [n for n in budget_notices(device, limited=True) if "free" in n]
         assert len(told) == num_told
-        assert all("(a limit of ours)" in notice and "--memory" in notice for notice in told)
+        assert all(
+            "(a limit of ours)" in notice and "less with memory=." in notice for notice in told
+        )
 
 
 def _run(script: str) -> list[str]:

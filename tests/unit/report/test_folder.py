@@ -96,7 +96,7 @@ def test_a_name_that_another_takes_at_the_same_moment(
 def test_a_folder_that_cannot_be_made(tmp_path: Path):
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(
-        InputError, match=r"no run folder can be made in .*runs: .*Give one with --out"
+        InputError, match=r"no run folder can be made in .*runs: .*Give one with out="
     ):
         new_folder(tmp_path / "runs", "task").__enter__()
 

@@ -169,7 +169,7 @@ def test_a_run_with_a_folder_says_how_to_go_on(tmp_path):
 
     with (
         session(tmp_path, []) as running,
-        pytest.raises(Stopped, match=f"saved: --out {tmp_path} --resume goes on"),
+        pytest.raises(Stopped, match=f"saved: out='{tmp_path}' and resume=True goes on"),
     ):
         drive(running)
 
