@@ -21,10 +21,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -51,7 +50,6 @@ from anybatch.launch.rendezvous import Rendezvous, of_machines
 from anybatch.process import early_stop_signal
 from anybatch.process.log_filter import silenced
 from anybatch.process.signing import SECRET
-from anybatch.process.threads import Reminder
 
 _POLL_SECONDS = 0.05
 
@@ -60,7 +58,6 @@ LAST_CALL_SECONDS = 5.0
 
 _SETTLE_SECONDS = 3.0
 _MEETING_SECONDS = 30.0
-_PATIENCE_SECONDS = 6.0  # longer than the last call
 _UNLIMITED = 1 << 30
 
 
@@ -102,8 +99,8 @@ def run(orders: Orders, arguments: Sequence[str], tell: Callable[[str], None]) -
     Args:
         orders: see `Orders`.
         arguments: arguments of `worker`, after the first three.
-        tell: called with a message whenever ranks are restarted, and while other machines are
-            awaited.
+        tell: called with a message before other machines are awaited, and whenever ranks are
+            restarted.
 
     Raises:
         LaunchError: the agents of several machines did not meet.
@@ -365,18 +362,6 @@ def _machines(count: int) -> str:
     return f"{count} machine{'' if count == 1 else 's'}"
 
 
-@contextmanager
-def _patience(tell: Callable[[str], None], sentence: str) -> Iterator[None]:
-    """Call `tell` with `sentence` if the block takes longer than it does when all machines are
-    present."""
-    reminder = Reminder(_PATIENCE_SECONDS, partial(tell, sentence))
-    try:
-        with reminder.around():
-            yield
-    finally:
-        reminder.close()
-
-
 def _rendezvous(orders: Orders, tell: Callable[[str], None]) -> tuple[Rendezvous, str]:
     """The rendezvous of the agents, and its address in words. The store is served by this process
     for one machine, and otherwise by the first agent that starts on the machine with the address."""
@@ -384,14 +369,15 @@ def _rendezvous(orders: Orders, tell: Callable[[str], None]) -> tuple[Rendezvous
     name = socket.gethostname()
     if orders.meeting is None:
         store = meet(LOOPBACK, 0, "host", deadline, listen=LOOPBACK)
-        alone = Rendezvous(store, (LOOPBACK, store.port), None, name, deadline.seconds, nullcontext)
-        return alone, LOOPBACK
+        return Rendezvous(store, (LOOPBACK, store.port), None, name, deadline.seconds), LOOPBACK
     host, port = orders.meeting
-    place, seconds = joined(host, port), f"for {orders.timeout_seconds:g} s at the most"
-    with _patience(
-        tell, f"waiting for an answer at {place}, {seconds}. Start the same command on {host}."
-    ):
-        store = meet(host, port, "first", deadline, listen=literal(host))
+    place = joined(host, port)
+    least = f"{'' if orders.least == orders.most else 'at least '}{_machines(orders.least)}"
+    tell(
+        f"waiting at {place} for {least}, for {orders.timeout_seconds:g} s at the most. Start the same"
+        " command on each of them."
+    )
+    store = meet(host, port, "first", deadline, listen=literal(host))
     store.set_timeout(timedelta(seconds=min(_MEETING_SECONDS, max(1.0, orders.timeout_seconds))))
     machines = of_machines(
         store,
@@ -402,11 +388,7 @@ def _rendezvous(orders: Orders, tell: Callable[[str], None]) -> tuple[Rendezvous
         join_seconds=orders.timeout_seconds,
         last_call_seconds=LAST_CALL_SECONDS,
     )
-    least = f"{'' if orders.least == orders.most else 'at least '}{_machines(orders.least)}"
-    sentence = f"waiting at {place} for {least}, {seconds}. Start the same command on each of them."
-    patience = partial(_patience, tell, sentence)
-    seconds = orders.timeout_seconds
-    return Rendezvous(store, orders.meeting, machines, name, seconds, patience), place
+    return Rendezvous(store, orders.meeting, machines, name, orders.timeout_seconds), place
 
 
 @contextmanager

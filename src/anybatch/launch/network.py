@@ -261,20 +261,14 @@ def _await_port(host: str, port: int, deadline: Deadline) -> None:
             wait = max(0.1, min(_CONNECT_SECONDS, deadline.left))
             socket.create_connection((host, port), timeout=wait).close()
             return
-        except socket.gaierror as error:
-            reason: OSError = error
-            check = f"check the name {host!r}"
         except OSError as error:
-            reason = error
-            check = (
-                "check that the run was started on the machine with this address, and that no"
-                " firewall stands between"
-            )
-        if deadline.left == 0:
-            why = reason.strerror or str(reason)
-            raise LaunchError(
-                f"nothing answered at {place} within {deadline.seconds:g} s ({why.lower()}): {check}."
-            ) from reason
+            if deadline.left == 0:
+                why = (error.strerror or str(error)).lower()
+                raise LaunchError(
+                    f"nothing answered at {place} within {deadline.seconds:g} s ({why}): check the name"
+                    f" {host!r}, that the run was started on that machine, and that no firewall stands"
+                    " between."
+                ) from error
         time.sleep(min(_RETRY_SECONDS, deadline.left))
 
 

@@ -25,7 +25,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -83,7 +83,6 @@ class Rendezvous(RendezvousHandler):
         machines: torch's rendezvous of several machines; None on one machine.
         name: name of this machine, for messages.
         join_seconds: time limit for machines to meet.
-        patience: makes a context that is entered while other machines are awaited.
 
     Attributes:
         attempt: number of the attempt, from 0; counts every start of the ranks, the same on all
@@ -102,7 +101,6 @@ class Rendezvous(RendezvousHandler):
         machines: DynamicRendezvousHandler | None,
         name: str,
         join_seconds: float,
-        patience: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.attempt: int = -1
         self.failures: int = 0
@@ -114,7 +112,6 @@ class Rendezvous(RendezvousHandler):
         self._info = RendezvousStoreInfo(*address)
         self._machines = machines
         self._join_seconds = join_seconds
-        self._patience = patience
         self._meeting: Store | None = None  # the namespace of the attempt
         self._looked = 0.0
         self._left = False
@@ -142,8 +139,7 @@ class Rendezvous(RendezvousHandler):
         limit = self._join_seconds + _OPEN_SECONDS + SILENT_SECONDS
         for tries_left in reversed(range(_TRIES)):
             try:
-                with self._patience():
-                    met = self._ask(lambda: self._meet(machines), limit)
+                met = self._ask(lambda: self._meet(machines), limit)
                 return RendezvousInfo(met.store, met.rank, met.world_size, self._info)
             except Lost:
                 raise

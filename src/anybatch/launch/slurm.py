@@ -96,17 +96,9 @@ def submit(text: str, logs: Path) -> str:
         ) from error
     if done.returncode:
         raise LaunchError(
-            f"Slurm did not take the job: {_in_words(done.stderr)}. See sinfo for the partitions and"
-            " what they have."
+            f"Slurm did not take the job (sbatch says: {done.stderr.strip() or 'nothing'}). See sinfo"
+            " for the partitions and what they have."
         )
     number = done.stdout.strip().partition(";")[0]
     (logs / f"{number}_submission.sh").write_text(text, "utf-8")
     return number
-
-
-def _in_words(output: str) -> str:
-    """The error messages of sbatch in one line."""
-    lines: Sequence[str] = [line.removeprefix("sbatch: ") for line in output.splitlines()]
-    return (
-        "; ".join(line.removeprefix("error: ").rstrip(".") for line in lines if line) or "no reason"
-    )

@@ -33,13 +33,13 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, final
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -99,7 +99,7 @@ class AbortableGroup:
         """Replace the process group by a new one. Must be called by every rank of the default group."""
         self.cut()
         self.broken = ""
-        before = _sockets()
+        before = _connections()
         for ring in self._rings:
             group: Any = dist.new_group(list(ring), timeout=self._deadline)
             if dist.get_rank() in ring:
@@ -108,7 +108,8 @@ class AbortableGroup:
             assert self._group is not None
             self._alarm = Alarm(self._group)
         else:
-            self._lines = _between_ranks(fd for fd, _ in _sockets() - before)
+            new = {ends: fd for ends, fd in _connections().items() if before.get(ends) != fd}
+            self._lines = _between_ranks(new)
 
     def cut(self) -> None:
         """Wake the ranks that wait for this one inside a pass. No pass can complete until `lay`."""
@@ -234,47 +235,25 @@ class _InPass:
             return self._collective(output_tensor, input_tensor, group=ring, **options)
 
 
-def _sockets() -> set[tuple[int, int]]:
-    """(descriptor, inode) of each socket of this process; empty on Windows, which does not fork."""
-    found: set[tuple[int, int]] = set()
-    for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else ():
-        with suppress(OSError):  # the descriptor used by `listdir` is already closed
-            about = os.fstat(int(name))
-            if stat.S_ISSOCK(about.st_mode):
-                found.add((int(name), about.st_ino))
-    return found
+def _connections() -> dict[_Ends, int]:
+    """The descriptors of this process's established connections."""
+    found = psutil.Process().net_connections("tcp")
+    return {(one.laddr[:2], one.raddr[:2]): one.fd for one in found if one.raddr and one.fd >= 0}
 
 
-def _between_ranks(descriptors: Iterable[int]) -> list[socket.socket]:
-    """The connections to other ranks among these sockets, some of which may belong to another thread.
-    Each is returned with a duplicated descriptor, since gloo closes its own descriptors and the system
-    then reuses their numbers.
+def _between_ranks(descriptors: Mapping[_Ends, int]) -> list[socket.socket]:
+    """The connections to other ranks among these, some of which may belong to another thread. Each is
+    returned with a duplicated descriptor, since gloo closes its own descriptors and the system then
+    reuses their numbers.
 
     Must be called by every rank of the default group.
     """
-    mine: dict[_Ends, socket.socket] = {}
-    for descriptor in descriptors:
-        with suppress(OSError):  # already closed
-            # `socket.dup` would make the connection blocking, for gloo as well.
-            line = socket.socket(fileno=os.dup(descriptor))
-            ends = _ends(line)
-            if ends is None:
-                line.close()
-            else:
-                mine[ends] = line
-    everyone = exchange(list(mine))
+    everyone = exchange(list(descriptors))
     del everyone[dist.get_rank()]
     theirs = {(there, here) for ends in everyone for here, there in ends}
-    for ends in mine.keys() - theirs:
-        mine.pop(ends).close()
-    return list(mine.values())
-
-
-def _ends(line: socket.socket) -> _Ends | None:
-    """The two ends of a network connection; None for any other socket."""
-    if line.family not in (socket.AF_INET, socket.AF_INET6):
-        return None
-    try:
-        return line.getsockname()[:2], line.getpeername()[:2]
-    except OSError:  # a listening socket
-        return None
+    lines: list[socket.socket] = []
+    for ends in descriptors.keys() & theirs:
+        with suppress(OSError):  # already closed
+            # `socket.dup` would make the connection blocking, for gloo as well.
+            lines.append(socket.socket(fileno=os.dup(descriptors[ends])))
+    return lines

@@ -154,7 +154,7 @@ def test_a_second_signal_on_the_way_out_leaves_nothing(folder_for_temporary_file
         words = [sys.executable, "-c", WAITING, str(folder_for_temporary_files), place]
         process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
-        assert "waiting for an answer" in process.stderr.readline()
+        assert "waiting at" in process.stderr.readline()
         assert len(list(folder_for_temporary_files.iterdir())) == 2
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGTERM)
