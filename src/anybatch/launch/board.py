@@ -11,9 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast, final
-
-from anybatch.launch import membership
+from typing import TYPE_CHECKING, Any, final
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -141,16 +139,17 @@ def open_board(rank: int, size: int) -> Board | None:
     """Open a new board for the ranks of the process group; None if there is no group. Every rank
     has to call this equally often."""
     global _num_boards
-    base = membership.store_of_group()
-    if base is None or size == 1:
-        return None
-    from torch.distributed import PrefixStore
+    from torch import distributed
 
+    if size == 1 or not distributed.is_initialized():
+        return None
     _num_boards += 1
-    name, shared = f"board/{_num_boards}", cast(Any, base)  # torch's stubs leave out `clone`
+    name = f"board/{_num_boards}"
+    shared: Any = distributed.distributed_c10d._get_default_store()
 
     def connect() -> Store:
-        store = PrefixStore(name, shared.clone())
+        # A connection handles one request at a time, so the thread needs a separate one.
+        store = distributed.PrefixStore(name, shared.clone())
         store.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
         return store
 

@@ -57,8 +57,6 @@ of an earlier group in a store that outlives it are not used by a later group.""
 
 _served: dict[tuple[str, int], Store] = {}
 
-_store_of_group: Store | None = None
-
 _FIRST_PORT, _NUM_PORTS = 10_000, 20_000  # below the kernel's ephemeral ports
 
 
@@ -128,7 +126,7 @@ def join(
     """
     from torch import distributed
 
-    global _num_joins, _store_of_group
+    global _num_joins
     if distributed.is_initialized():
         yield
         return
@@ -148,27 +146,14 @@ def join(
         except BaseException as error:
             exits.note(error)
             raise
-        _store_of_group = store
         try:
             yield
         except BaseException as error:
             exits.note(error)
             _leave(device_type, failed=True)
             raise
-        finally:
-            _store_of_group = None
         _leave(device_type, failed=False)
         _say_farewell(store, membership, serves)
-
-
-def store_of_group() -> Store | None:
-    """The store of the current process group, or None. Another thread has to use a clone, since a
-    connection handles one request at a time."""
-    from torch import distributed
-
-    if _store_of_group is not None or not distributed.is_initialized():
-        return _store_of_group
-    return distributed.distributed_c10d._get_default_store()
 
 
 # --------------------------------------------------------------------------------- reading variables
