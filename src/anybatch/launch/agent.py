@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypedDict, TypeVar, Unpack
 
-from anybatch.errors import InputError, LaunchError, Stopped
+from anybatch.errors import InputError, LaunchError, PeerLost, Stopped
 from anybatch.launch.exits import SAID_BY_STATUS, End, first
 from anybatch.launch.membership import find
 from anybatch.launch.network import parse_address
@@ -472,7 +472,7 @@ def _status_after(number: signal.Signals, ends: Sequence[End]) -> int:
     if all(end.status == 0 for end in ends):
         return 0
     said = [end for end in ends if end.spoke or end.status in SAID_BY_STATUS]
-    statuses = [end.status for end in said if end.status and not end.has_lost_a_peer]
+    statuses = [end.status for end in said if end.status and not end.raised(PeerLost)]
     if statuses:
         return statuses[0]
     # Ranks that the signal killed had not yet installed their handlers.

@@ -97,15 +97,10 @@ class End:
         return self.spoke and self.raised(PeerFailed)
 
     @property
-    def has_lost_a_peer(self) -> bool:
-        """Whether the rank ended because another rank did not respond."""
-        return self.raised(PeerLost)
-
-    @property
     def died(self) -> bool:
         """Whether the rank died: it reported nothing, its agent did not end it, and it had not lost
         a peer."""
-        ended = self.by_agent or self.status == -signal.SIGTERM or self.has_lost_a_peer
+        ended = self.by_agent or self.status == -signal.SIGTERM or self.raised(PeerLost)
         return not self.spoke and self.mended and not ended
 
     def who(self, world_size: int, several: bool) -> str:
@@ -131,7 +126,7 @@ def first(ends: Iterable[End]) -> End | None:
     bad = sorted((end for end in ends if not end.is_good), key=lambda end: (end.when, end.rank))
     if bad and bad[0].follows:
         return next((end for end in bad if end.spoke and not end.follows), bad[0])
-    if bad and bad[0].has_lost_a_peer:
+    if bad and bad[0].raised(PeerLost):
         return next((end for end in bad if end.died), bad[0])
     return bad[0] if bad else None
 
