@@ -96,8 +96,8 @@ def submit(text: str, logs: Path) -> str:
         ) from error
     if done.returncode:
         raise LaunchError(
-            f"Slurm did not take the job (sbatch says: {done.stderr.strip() or 'nothing'}). See sinfo"
-            " for the partitions and what they have."
+            f"Slurm did not take the job: {' '.join(done.stderr.split()) or 'no reason'} (sinfo shows"
+            " the partitions and what they have)."
         )
     number = done.stdout.strip().partition(";")[0]
     (logs / f"{number}_submission.sh").write_text(text, "utf-8")
