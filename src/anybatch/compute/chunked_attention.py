@@ -14,15 +14,14 @@ is that of the code as written, up to the order in which gradients of keys and v
 Dropout draws in a different order.
 
 An operation without a rule computes the scores as a whole and continues with a plain tensor. Code that
-uses its scores in another way is therefore correct but saves no memory, which a trace shows.
+uses its scores in another way is therefore correct but saves no memory, which a trace shows. Code that
+writes to its scores in place is refused.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
 from typing import Any, final
@@ -32,10 +31,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from anybatch.compute.chunked_loss import METADATA
+from anybatch.compute.chunked_loss import METADATA, has_lasting_effect
 from anybatch.errors import InputError
 
 NUM_CHUNKS = 8
@@ -70,8 +69,8 @@ class ChunkedAttention:
             _MADE.reset(token)
         for reference in made:
             if (scores := reference()) is not None:
-                scores.pin()  # the block returns them, or keeps them in an attribute
-        return tree_map_only(Scores, Scores.computed, result)
+                scores.pinned = scores.computed()  # the block returns them, or keeps them
+        return tree_map_only(Scores, _pinned, result)
 
 
 _MADE: ContextVar[list[ReferenceType[Scores]] | None] = ContextVar("made", default=None)
@@ -94,7 +93,7 @@ class _Deferring(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
-        scores = _first_product(func, args, kwargs) if func in _PRODUCTS else None
+        scores = _first_product(func, args, kwargs)
         return func(*args, **kwargs) if scores is None else scores
 
 
@@ -110,39 +109,28 @@ it calls."""
 # ------------------------------------------------------------------------------------------- chunks
 
 
-@final
-class _Slot:
-    """Stands for a tensor in a recorded computation, which must not keep it alive: between the runs of
-    a block that is recomputed, its tensors are freed."""
+def _in_chunks(
+    run: Callable[..., Tensor], tensors: list[Tensor], num_rows: int, draws: bool
+) -> Tensor:
+    """Compute `run(start, end, *tensors)` for all rows in chunks, each of them checkpointed, and
+    concatenate the results along dim -2.
 
-
-Held = dict[_Slot, Tensor]
-
-Rows = Callable[[int, int, Held], Tensor]
-"""Computes the rows from the first number up to the second, of shape [..., rows, columns]."""
-
-
-def _in_chunks(compute: Rows, held: Held, num_rows: int, draws: bool, dim: int = -2) -> Tensor:
-    """Compute all rows in chunks, each of them checkpointed, and concatenate them along `dim`.
+    Tensors must be arguments: between the runs of a block that is recomputed, its tensors are freed,
+    except for those in a closure.
 
     Args:
         draws: whether random numbers are drawn.
     """
-    slots = tuple(held)
-
-    def run(start: int, end: int, *tensors: Tensor) -> Tensor:
-        return compute(start, end, dict(zip(slots, tensors, strict=True)))
-
     size = -(-num_rows // NUM_CHUNKS)
     chunks: list[Tensor] = [
         checkpoint(
-            *(run, start, min(start + size, num_rows), *held.values()),
+            *(run, start, min(start + size, num_rows), *tensors),
             use_reentrant=False,
             preserve_rng_state=draws,
         )
         for start in range(0, num_rows, size)
     ]
-    return torch.cat(chunks, dim)
+    return torch.cat(chunks, -2)
 
 
 def _narrowed(tensor: Tensor, num_rows: int, start: int, end: int) -> Tensor:
@@ -171,10 +159,10 @@ def _attention(
     num_rows = query.size(-2)
     if not _is_large(num_rows, key.size(-2), query.size(-1)):
         return run(query, key, value, attn_mask, is_causal=is_causal)
-    held = {_Slot(): tensor for tensor in (query, key, value, attn_mask) if tensor is not None}
 
-    def rows(start: int, end: int, held: Held) -> Tensor:
-        queries, keys, values, *masks = held.values()
+    def rows(
+        start: int, end: int, queries: Tensor, keys: Tensor, values: Tensor, *masks: Tensor
+    ) -> Tensor:
         mask = _narrowed(masks[0], num_rows, start, end) if masks else None
         if is_causal:  # keys after the last query of the chunk have no weight
             keys, values = keys[..., :end, :], values[..., :end, :]
@@ -182,37 +170,87 @@ def _attention(
             mask = mask.tril(start)
         return run(queries.narrow(-2, start, end - start), keys, values, mask)
 
-    return _in_chunks(rows, held, num_rows, dropout_p > 0)
+    tensors = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
+    return _in_chunks(rows, tensors, num_rows, dropout_p > 0)
 
 
 # ------------------------------------------------------------------------------------------- scores
+
+
+@final
+class _Call:
+    """A recorded call of `func`, in the autocast state in which it was recorded. It computes rows of
+    scores from those of its arguments, and does not hold its tensors.
+
+    Args:
+        num_rows: arguments with this size in dim -2 are narrowed to the rows; None: no argument is.
+    """
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, num_rows: int | None) -> None:
+        leaves, self._form = tree_flatten((args, kwargs))
+        self._func = func
+        self._num_rows = num_rows
+        self._scores = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Scores)]
+        self._tensors = [
+            i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in self._scores
+        ]
+        device = leaves[(self._scores + self._tensors)[0]].device.type
+        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._autocast = partial(
+            torch.autocast,
+            device,
+            torch.get_autocast_dtype(device),
+            torch.is_autocast_enabled(device),
+        )
+
+    def __call__(
+        self, rows: Tensor | None, start: int, end: int, tensors: Iterator[Tensor]
+    ) -> Tensor:
+        """Return the rows from `start` to `end`, from those of the previous call. `tensors`: yields the
+        tensors that the call was recorded with."""
+        leaves: list[Any] = list(self._leaves)
+        for i in self._scores:
+            leaves[i] = rows
+        for i in self._tensors:
+            tensor = next(tensors)
+            if self._num_rows is not None:
+                tensor = _narrowed(tensor, self._num_rows, start, end)
+            leaves[i] = tensor
+        args, kwargs = tree_unflatten(leaves, self._form)
+        with self._autocast():
+            return self._func(*args, **kwargs)
+
+
+def _run_calls(calls: tuple[_Call, ...], start: int, end: int, *tensors: Tensor) -> Any:
+    rows, left = None, iter(tensors)
+    for call in calls:
+        rows = call(rows, start, end, left)
+    return rows
 
 
 class Scores(Tensor):
     """Scores that have not been computed; see the module.
 
     Attributes:
-        rows: computes some of the rows.
-        held: the tensors that `rows` needs, and their versions when they were given.
+        calls: compute some of the rows, one after the other.
+        held: the tensors that the calls need, in order, and their versions when they were given.
         row: the first row, computed without gradients, of shape [..., 1, columns]; without dropout.
-        draws: whether `rows` draws random numbers.
-        shares: whether other scores are a view of these, or these of others.
+        draws: whether the calls draw random numbers.
         pinned: the computed scores, once the block has ended that deferred them.
     """
 
-    rows: Rows
-    held: dict[_Slot, tuple[Tensor, int]]
+    calls: tuple[_Call, ...]
+    held: list[tuple[Tensor, int]]
     row: Tensor
     draws: bool
-    shares: bool
     pinned: Tensor | None
     _is_used: bool
 
     @staticmethod
     def __new__(
         cls: type[Scores],
-        rows: Rows,
-        held: dict[_Slot, tuple[Tensor, int]],
+        calls: tuple[_Call, ...],
+        held: list[tuple[Tensor, int]],
         num_rows: int,
         row: Tensor,
         draws: bool,
@@ -221,13 +259,13 @@ class Scores(Tensor):
         made = Tensor._make_wrapper_subclass(
             cls, (*row.shape[:-2], num_rows, row.size(-1)), dtype=row.dtype, device=row.device
         )
-        made.rows, made.held, made.row, made.draws = rows, held, row, draws
-        made.shares, made.pinned, made._is_used = False, None, False
+        made.calls, made.held, made.row, made.draws = calls, held, row, draws
+        made.pinned, made._is_used = None, False
         if (all_made := _MADE.get()) is not None:
             all_made.append(ref(made))
         return made
 
-    def tensors(self) -> Held:
+    def tensors(self) -> list[Tensor]:
         """Return the tensors from which the scores are computed now.
 
         Raises `NotChunkable` if that would bypass gradients, draw random numbers again, or use a tensor
@@ -237,30 +275,14 @@ class Scores(Tensor):
             raise NotChunkable("uses its scores where gradients are disabled")
         if self.draws and self._is_used:
             raise NotChunkable("uses its scores again after their dropout")
-        if any(tensor._version != version for tensor, version in self.held.values()):
+        if any(tensor._version != version for tensor, version in self.held):
             raise NotChunkable("changes in place what its scores are computed from")
         self._is_used = True
-        return {slot: tensor for slot, (tensor, _) in self.held.items()}
+        return [tensor for tensor, _ in self.held]
 
     def computed(self) -> Tensor:
         """Return all scores as a plain tensor in the graph."""
-        if self.pinned is not None:
-            return self.pinned
-        return self.rows(0, self.size(-2), self.tensors())
-
-    def pin(self) -> None:
-        """Compute the scores, and keep them: after its block they can be used in any way."""
-        self.pinned = self.computed()
-
-    def replace(self, other: Scores) -> None:
-        """Continue as `other`, which an operation in place computes from these."""
-        if self.shares or other.shape != self.shape:
-            raise NotChunkable("writes in place to a view of its scores, or to what a view is of")
-        self.row, self.held = other.row.to(self.dtype), other.held
-        self.draws |= other.draws
-        self.rows = (
-            other.rows if other.dtype == self.dtype else partial(_cast, other.rows, self.dtype)
-        )
+        return _run_calls(self.calls, 0, self.size(-2), *self.tensors())
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         """Part of the protocol of wrapper subclasses, by which a trace recognizes them."""
@@ -285,6 +307,8 @@ class Scores(Tensor):
         args, kwargs = tree_map_only(Scores, _pinned, (args, kwargs))
         if not any(isinstance(leaf, Scores) for leaf in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
+        if has_lasting_effect(func, kwargs):
+            raise NotChunkable("writes to its scores in place")
         if torch.is_grad_enabled():
             found = _recorded(func, args, kwargs)
             if found is not None:
@@ -297,81 +321,35 @@ def _pinned(scores: Scores) -> Tensor:
     return scores if scores.pinned is None else scores.pinned
 
 
-def _cast(rows: Rows, dtype: torch.dtype, start: int, end: int, held: Held) -> Tensor:
-    return rows(start, end, held).to(dtype)
-
-
 # ------------------------------------------------------------------------------------ recorded calls
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """An argument of a recorded call: rows of scores, or of a tensor, or the whole tensor."""
-
-    rows: Rows
-
-
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """An argument with values for all rows, whatever its shape."""
-
-    tensor: Tensor
-
-
 def _call(func: Any, args: Any, kwargs: Any, num_rows: int) -> Scores | None:
-    """Record a call of a function that treats rows independently, with the state of autocast. None if
-    its result does not have the rows of its arguments."""
-    held: dict[_Slot, tuple[Tensor, int]] = {}
-
-    def first(leaf: Any) -> Any:
-        if isinstance(leaf, Scores):
-            return leaf.row
-        if isinstance(leaf, _Whole):
-            return leaf.tensor
-        return _narrowed(leaf, num_rows, 0, 1) if isinstance(leaf, Tensor) else leaf
-
-    def part(leaf: Any) -> Any:
-        if isinstance(leaf, Scores):
-            held.update(leaf.held)
-            return _Part(leaf.rows)
-        if not isinstance(leaf, Tensor | _Whole):
-            return leaf
-        slot = _Slot()
-        if isinstance(leaf, _Whole):
-            held[slot] = leaf.tensor, leaf.tensor._version
-            return _Part(lambda start, end, held: held[slot])
-        held[slot] = leaf, leaf._version
-        return _Part(lambda start, end, held: _narrowed(held[slot], num_rows, start, end))
-
+    """Record a call of a function that treats rows independently. None if its result does not have the
+    rows of its arguments."""
     leaves = tree_leaves((args, kwargs))
-    device = next(leaf.device.type for leaf in leaves if isinstance(leaf, Tensor))
-    autocast = partial(
-        torch.autocast,
-        device,
-        torch.get_autocast_dtype(device),
-        torch.is_autocast_enabled(device),
-    )
+    scores = next((leaf for leaf in leaves if isinstance(leaf, Scores)), None)
+    new = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Scores)]
+    call = _Call(func, args, kwargs, num_rows)
     with torch.no_grad():
-        given, options = tree_map(first, (args, kwargs))
-        row = func(*given, **options)
+        row = call(None if scores is None else scores.row, 0, 1, iter(new))
     if row.dim() < 2 or row.size(-2) != 1:
         return None
-    parts = tree_map(part, (args, kwargs))
-
-    def rows(start: int, end: int, held: Held) -> Tensor:
-        with autocast():
-            given, options = tree_map_only(_Part, lambda p: p.rows(start, end, held), parts)
-            return func(*given, **options)
-
-    return Scores(
-        rows, held, num_rows, row, any(leaf.draws for leaf in leaves if isinstance(leaf, Scores))
-    )
+    held = [(tensor, tensor._version) for tensor in new]
+    if scores is None:
+        return Scores((call,), held, num_rows, row, False)
+    return Scores((*scores.calls, call), scores.held + held, num_rows, row, scores.draws)
 
 
 def _first_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scores | None:
     """The product of queries and keys as deferred scores, or None if it is none."""
     if func is torch.einsum:
-        return _first_einsum(*args)
+        product = _as_product(*args)
+        if product is None or product[2]:
+            return None
+        func, args = torch.matmul, product[:2]
+    if func not in _PRODUCTS:
+        return None
     factors = args[1:3] if func in _WITH_SUMMAND else args[:2]
     if len(factors) < 2 or not all(_may_be_factor(factor) for factor in factors):
         return None
@@ -388,37 +366,21 @@ def _may_be_factor(value: object) -> bool:
 def _recorded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The result of a function of scores, or None if it needs all of them."""
     scores = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Scores)]
-    first, num_rows = scores[0], scores[0].size(-2)
-    leads = len(args) > 0 and first is args[0]
-    rule = _RULES.get(func)
-    if rule is not None:
-        return rule(func, *args, **kwargs) if leads and len(scores) == 1 else None
-    if func is torch.einsum:
-        return _second_einsum(*args) if len(scores) == 1 else None
-    if any(one.size(-2) != num_rows for one in scores):
+    if any(one is not scores[0] for one in scores):
         return None
     if func in _BY_ELEMENT:
-        return _call(func, args, kwargs, num_rows)
-    if func in _IN_PLACE and leads:
-        changed = _call(_IN_PLACE[func], args, kwargs, num_rows)
-        if changed is None:
-            raise NotChunkable("writes to its scores in place")
-        first.replace(changed)
-        return first
-    return None
+        return _call(func, args, kwargs, scores[0].size(-2))
+    rule = _RULES.get(func)
+    leads = func is torch.einsum or (len(args) > 0 and args[0] is scores[0])
+    return rule(func, *args, **kwargs) if rule and leads and len(scores) == 1 else None
 
 
 def _second_product(func: Any, scores: Scores, *args: Any, **kwargs: Any) -> Tensor | None:
-    (value, *more) = (*args, None)
-    if kwargs or more != [None] or not isinstance(value, Tensor) or value.dim() < 2:
+    if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or args[0].dim() < 2:
         return None
-    rows, slot = scores.rows, _Slot()
-    return _in_chunks(
-        lambda start, end, held: func(rows(start, end, held), held[slot]),
-        scores.tensors() | {slot: value},
-        scores.size(-2),
-        scores.draws,
-    )
+    calls = *scores.calls, _Call(func, (scores, *args), {}, None)
+    tensors = [*scores.tensors(), *args]
+    return _in_chunks(partial(_run_calls, calls), tensors, scores.size(-2), scores.draws)
 
 
 def _softmax(func: Any, scores: Scores, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -436,116 +398,72 @@ def _mean(func: Any, scores: Scores, *args: Any, **kwargs: Any) -> Tensor | None
 
 
 def _dropout(
-    func: Any,
-    scores: Scores,
-    p: float = 0.5,
-    training: bool = True,
-    inplace: bool = False,
-    **kwargs: Any,
+    func: Any, scores: Scores, p: float = 0.5, training: bool = True, *args: Any, **kwargs: Any
 ) -> Tensor | None:
+    if any(args):
+        raise NotChunkable("writes to its scores in place")
     if not kwargs.pop("train", training) or p == 0:
         return scores
-    rows = scores.rows
-
-    def dropped_rows(start: int, end: int, held: Held) -> Tensor:
-        return F.dropout(rows(start, end, held), p)
-
-    dropped = Scores(dropped_rows, scores.held, scores.size(-2), scores.row, True)
-    if inplace:
-        scores.replace(dropped)
-    return scores if inplace else dropped
+    calls = *scores.calls, _Call(F.dropout, (scores, p), {}, None)
+    return Scores(calls, scores.held, scores.size(-2), scores.row, True)
 
 
 def _reshape(func: Any, scores: Scores, *shape: Any, **kwargs: Any) -> Tensor | None:
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
     if kwargs or tuple(sizes[-2:]) != tuple(scores.shape[-2:]):
         return None
-    leading, columns = sizes[:-2], sizes[-1]
-    rows = scores.rows
-    found = Scores(
-        lambda start, end, held: rows(start, end, held).reshape(*leading, end - start, columns),
-        scores.held,
-        scores.size(-2),
-        scores.row.reshape(*leading, 1, columns),
-        scores.draws,
-    )
-    found.shares = scores.shares = True
-    return found
+    leading = tuple(sizes[:-2])
+
+    def reshaped(rows: Tensor) -> Tensor:
+        return rows.reshape(*leading, *rows.shape[-2:])
+
+    return _call(reshaped, (scores,), {}, scores.size(-2))
 
 
 def _same(func: Any, scores: Scores, *args: Any, **kwargs: Any) -> Tensor | None:
     return None if args or kwargs else scores
 
 
-def _first_einsum(equation: Any, *operands: Any) -> Scores | None:
-    """As "bqhd,bkhd->bhqk": rows and columns of the result are each a dim of one factor."""
-    found = _letters(equation, operands)
-    if found is None or not all(_may_be_factor(operand) for operand in operands):
+def _einsum(func: Any, *args: Any) -> Tensor | None:
+    product = _as_product(*args)
+    if product is None or not isinstance(product[0], Scores):
         return None
-    result = found[2]
-    row, column = result[-2:] if len(result) > 2 else "  "
-    places = [i for i in (0, 1) if row in found[i] and column not in found[i]]
-    if len(places) != 1 or column not in found[1 - places[0]] or row in found[1 - places[0]]:
+    result = torch.matmul(*product[:2])
+    return torch.einsum(product[2], result) if product[2] else result
+
+
+def _as_product(equation: Any, *operands: Any) -> tuple[Any, Any, str] | None:
+    """The factors of the batched matrix product that an einsum computes, and the equation that permutes
+    the product, if it has to be. None if it is another computation. For example, "bqhd,bkhd->bhqk" is
+    "bhqd" @ "bhdk", and "bhqk,bkhd->bqhd" is "bhqk" @ "bhkd", permuted by "bhqd->bqhd"."""
+    if len(operands) != 2 or not isinstance(equation, str) or "->" not in equation:
         return None
-    letters, others = found[places[0]], found[1 - places[0]]
-    query, key = operands[places[0]], operands[1 - places[0]]
-    num_rows, columns = query.size(letters.index(row)), key.size(others.index(column))
-    width = math.prod(
-        query.size(letters.index(c)) for c in letters if c in others and c not in result
+    inputs, _, result = equation.replace(" ", "").partition("->")
+    first, _, second = inputs.partition(",")
+    batch = "".join(c for c in result if c in first and c in second)
+    row = "".join(c for c in result if c not in second)
+    column = "".join(c for c in result if c not in first)
+    inner = "".join(c for c in first if c not in result)
+    wanted = f"{batch}{row}{inner}", f"{batch}{inner}{column}"
+    as_given = [sorted(first), sorted(second)] == [sorted(letters) for letters in wanted]
+    if not (as_given and len(row) == len(column) == len(inner) == 1) or "." in equation:
+        return None
+    left, right = (
+        tensor if given == letters else torch.einsum(f"{given}->{letters}", tensor)
+        for tensor, given, letters in zip(operands, (first, second), wanted, strict=True)
     )
-    if not _is_large(num_rows, columns, width):
-        return None
-    moved = letters.replace(row, "")
-    moved = f"{moved[:-1]}{row}{moved[-1]}"
-    return _call(
-        partial(torch.einsum, f"{moved},{others}->{result}"),
-        (query.movedim(letters.index(row), -2), _Whole(key)),
-        {},
-        num_rows,
-    )
+    product = f"{batch}{row}{column}"
+    return left, right, "" if product == result else f"{product}->{result}"
 
 
-def _second_einsum(equation: Any, *operands: Any) -> Tensor | None:
-    """As "bhqk,bkhd->bqhd": rows of the scores are a dim of the result, and their columns are not."""
-    found = _letters(equation, operands)
-    if found is None:
-        return None
-    place = 0 if isinstance(operands[0], Scores) else 1
-    scores, letters, others, result = operands[place], found[place], found[1 - place], found[2]
-    row, column = letters[-2:]
-    if row not in result or row in others or column in result or column not in others:
-        return None
-    rows, slot = scores.rows, _Slot()
-
-    def compute(start: int, end: int, held: Held) -> Tensor:
-        return torch.einsum(f"{letters},{others}->{result}", rows(start, end, held), held[slot])
-
-    return _in_chunks(
-        compute,
-        scores.tensors() | {slot: operands[1 - place]},
-        scores.size(-2),
-        scores.draws,
-        result.index(row),
-    )
-
-
-def _letters(equation: object, operands: tuple[Any, ...]) -> tuple[str, str, str] | None:
-    """The dims of both factors and of the result. None if the equation is of another form."""
-    if not isinstance(equation, str) or len(operands) != 2 or "." in equation:
-        return None
-    given, arrow, result = equation.replace(" ", "").partition("->")
-    first, _, second = given.partition(",")
-    return (first, second, result) if arrow and len(result) > 2 else None
-
-
-def _functions(*names: str) -> dict[Any, str]:
+def _functions(*names: str) -> frozenset[Any]:
     """The functions of these names in `torch`, of tensors, and in `torch.nn.functional`."""
-    found = ((getattr(place, name, None), name) for place in (torch, Tensor, F) for name in names)
-    return {func: name for func, name in found if func is not None}
+    found = (getattr(place, name, None) for place in (torch, Tensor, F) for name in names)
+    return frozenset(func for func in found if func is not None)
 
 
-_WITH_SUMMAND = frozenset(_functions("baddbmm"))
-_PRODUCTS = frozenset(_functions("matmul", "bmm", "baddbmm", "__matmul__", "einsum"))
+_WITH_SUMMAND = _functions("baddbmm")
+_PRODUCTS = _functions("matmul", "bmm", "baddbmm", "__matmul__")
 
 _RULES: dict[Any, Callable[..., Tensor | None]] = (
     dict.fromkeys(_functions("matmul", "bmm", "__matmul__"), _second_product)
@@ -554,25 +472,13 @@ _RULES: dict[Any, Callable[..., Tensor | None]] = (
     | dict.fromkeys(_functions("dropout"), _dropout)
     | dict.fromkeys(_functions("view", "reshape"), _reshape)
     | dict.fromkeys(_functions("contiguous"), _same)
+    | {torch.einsum: _einsum}
 )
 """`(func, scores, *args, **kwargs)` as a call of the function with scores -> its result, or None."""
 
-_BY_ELEMENT = frozenset(
-    _functions(
-        "add", "sub", "mul", "div", "true_divide", "neg", "where", "masked_fill", "maximum", "minimum",
-        "clamp", "clamp_min", "clamp_max", "tanh", "sigmoid", "exp", "relu", "nan_to_num",
-        "to", "type", "type_as", "float", "double", "half", "bfloat16",
-        "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__neg__",
-    )
+_BY_ELEMENT = _functions(
+    "add", "sub", "mul", "div", "true_divide", "neg", "where", "masked_fill", "maximum", "minimum",
+    "clamp", "clamp_min", "clamp_max", "tanh", "sigmoid", "exp", "relu", "nan_to_num",
+    "to", "type", "type_as", "float", "double", "half", "bfloat16",
+    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__neg__",
 )  # fmt: skip
-
-_IN_PLACE: dict[Any, Any] = {
-    **{func: getattr(Tensor, name[:-1]) for func, name in _functions(
-        "add_", "sub_", "mul_", "div_", "masked_fill_", "clamp_", "tanh_",
-    ).items()},
-    Tensor.__iadd__: Tensor.add,
-    Tensor.__isub__: Tensor.sub,
-    Tensor.__imul__: Tensor.mul,
-    Tensor.__itruediv__: Tensor.div,
-}  # fmt: skip
-"""Operations in place, by element, and what computes the same out of place."""

@@ -10,9 +10,9 @@ If the plan enables it, the matrix product of a head (an `nn.Linear`) is deferre
 Operations that a loss function applies to logits before their cross-entropy are applied to the hidden
 states instead, and the cross-entropy is computed in chunks. Any other operation computes the product
 and continues with a plain tensor. The product is computed again each time, since a cached tensor would
-be missing where a checkpoint runs the same code again. Only if an operation has a lasting effect on the
-logits (an in-place write, a hook) are they computed once and kept as a tensor. Code that uses its
-logits in another way is therefore correct but saves no memory, which a trace shows.
+be missing where a checkpoint runs the same code again. Code that uses its logits in another way is
+therefore correct but saves no memory, which a trace shows. An operation with a lasting effect on the
+logits (an in-place write, a hook) is refused, and the planner leaves such a head as it is.
 
 If gradients are disabled inside a pass that has them enabled, as in the forward of an autograd
 function, logits are computed: deferred logits would bypass the backward of that function.
@@ -231,15 +231,9 @@ class Logits(Tensor):
 
     Attributes:
         product: the deferred product.
-        base, way: the logits that these were derived from, and the call that did so; `base` is None for
-            logits that the head returned.
-        pinned: the computed tensor, once an operation had a lasting effect on the logits.
     """
 
     product: Product
-    base: Logits | None
-    way: tuple[Any, tuple[Any, ...], dict[str, Any]]
-    pinned: Tensor | None
 
     @staticmethod
     def __new__(cls: type[Logits], product: Product) -> Logits:
@@ -252,29 +246,11 @@ class Logits(Tensor):
             device=hidden.device,
             requires_grad=False,
         )
-        made.product, made.base, made.pinned = product, None, None
+        made.product = product
         return made
 
-    @property
-    def head(self) -> Logits:
-        """The logits that the head returned, of which these are a view or a copy."""
-        return self if self.base is None else self.base.head
-
     def computed(self) -> Tensor:
-        if self.pinned is not None:
-            return self.pinned
-        if self.base is None or self.head.pinned is None:
-            return self.product.whole()
-        func, args, kwargs = self.way
-        return func(self.base.computed(), *args, **kwargs)
-
-    def pin(self) -> Tensor:
-        """Compute the logits once, and keep the result."""
-        head = self.head
-        if head.pinned is None:
-            head.pinned = head.product.whole()
-        self.pinned = self.computed()
-        return self.pinned
+        return self.product.whole()
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         """Part of the protocol of wrapper subclasses, by which a trace knows them; see the trace."""
@@ -298,25 +274,29 @@ class Logits(Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if has_lasting_effect(func, kwargs):
+            raise InputError(
+                "the plan computes the loss in chunks, and the logits are written to in place, or a"
+                f" hook is put on them ({func.__name__}): do so out of place, or leave chunked_head"
+                " empty."
+            )
         rule = _RULES.get(func)
-        if rule is not None and isinstance(args[0], Logits) and _can_wait(args[0]):
+        first = args[0] if args else None
+        # Where gradients are disabled, as in an autograd function, the result would have none.
+        if (
+            rule
+            and isinstance(first, Logits)
+            and torch.is_grad_enabled() == first.product.with_grad
+        ):
             with torch._C.DisableTorchFunctionSubclass():
-                found = rule(args[0], *args[1:], **kwargs)
-            if isinstance(found, Logits) and found is not args[0]:
-                found.base, found.way = args[0], (func, args[1:], kwargs)
+                found = rule(first, *args[1:], **kwargs)
             if found is not None:
                 return found
-        compute = Logits.pin if _stays(func, kwargs) else Logits.computed
-        args, kwargs = tree_map_only(Logits, compute, (args, kwargs))
+        args, kwargs = tree_map_only(Logits, Logits.computed, (args, kwargs))
         return func(*args, **kwargs)
 
 
-def _can_wait(logits: Logits) -> bool:
-    """Whether a rule may continue with the deferred product."""
-    return logits.head.pinned is None and torch.is_grad_enabled() == logits.product.with_grad
-
-
-def _stays(func: Any, kwargs: dict[str, Any]) -> bool:
+def has_lasting_effect(func: Any, kwargs: dict[str, Any]) -> bool:
     """Whether `func` has a lasting effect on its arguments, such as an in-place write or a hook."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
@@ -335,7 +315,7 @@ METADATA: frozenset[Any] = frozenset(
         getattr(Tensor, name).__get__
         for name in (
             "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf",
-            "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_meta", "is_nested",
+            "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_meta", "is_nested", "itemsize",
             "_version", "retains_grad", "output_nr", "_base", "_backward_hooks",
         )
     }

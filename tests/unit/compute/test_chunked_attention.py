@@ -161,9 +161,9 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     noted: list[bool] = []
     real = chunked_attention._in_chunks
 
-    def noting(compute: Any, held: Any, num_rows: int, draws: bool, dim: int = -2) -> Tensor:
+    def noting(run: Any, tensors: Any, num_rows: int, draws: bool) -> Tensor:
         noted.append(draws)
-        return real(compute, held, num_rows, draws, dim)
+        return real(run, tensors, num_rows, draws)
 
     monkeypatch.setattr(chunked_attention, "_in_chunks", noting)
     return noted
@@ -172,7 +172,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.parametrize(
     "make",
     [
-        Plain, ByBias, InPlace, ByHead, Einsum, Summand, Fused, Masked, MultiHead, ShownWeights,
+        Plain, ByBias, ByHead, Einsum, Summand, Fused, Masked, MultiHead, ShownWeights,
         encoder_layer,
     ],
 )  # fmt: skip
@@ -327,13 +327,6 @@ class Again(Attention):
         return weights @ v + weights.mean(-1, keepdim=True)
 
 
-class Viewed(Attention):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = q @ k.mT
-        scores.view(-1, HEADS, *scores.shape[2:]).mul_(2.0)
-        return scores @ v
-
-
 class Changed(Attention):
     """Writes to its queries before the scores are computed."""
 
@@ -349,7 +342,7 @@ class Changed(Attention):
     [
         (OwnFunction, "gradients are disabled"),
         (Again, "again after their dropout"),
-        (Viewed, "in place to a view"),
+        (InPlace, "writes to its scores in place"),
         (Changed, "changes in place"),
     ],
 )
