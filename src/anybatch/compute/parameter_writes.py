@@ -66,20 +66,24 @@ class _CopyOnWrite(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        del types
         options = dict(kwargs or {})
         if func._schema.is_mutable:
-            for place, formal in enumerate(func._schema.arguments):
-                if formal.alias_info is not None and formal.alias_info.is_write:
-                    given = args[place] if place < len(args) else options.get(formal.name)
-                    for one in tree_leaves(given):
-                        self._keep(one)
+            for tensor in written_tensors(func, args, options):
+                self._keep(tensor)
         return func(*args, **options)
 
-    def _keep(self, one: object) -> None:
-        param = self._params.get(_storage(one)) if isinstance(one, Tensor) else None
+    def _keep(self, tensor: Tensor) -> None:
+        param = self._params.get(_storage(tensor))
         if param is not None and param not in self._saved:
             self._saved[param] = param.detach().clone()
+
+
+def written_tensors(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an operation of torch writes to, among its arguments."""
+    formals = func._schema.arguments
+    given = dict(zip((formal.name for formal in formals), args, strict=False)) | {**kwargs}
+    written = [given.get(f.name) for f in formals if f.alias_info and f.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
 
 
 def _frozen(model: nn.Module) -> dict[int, nn.Parameter]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, final
@@ -39,6 +40,7 @@ from anybatch.compute.along_time import run_along_time
 from anybatch.compute.blocks import match_blocks
 from anybatch.compute.chunked_attention import ChunkedAttention
 from anybatch.compute.module_state import ModuleState
+from anybatch.compute.parameter_writes import written_tensors
 from anybatch.compute.patch import replace_forward
 from anybatch.data.generators import PythonAndNumpy
 from anybatch.errors import InputError, listed
@@ -91,17 +93,17 @@ def install(model: nn.Module, recompute: Recompute) -> Callable[[], None]:
     generators = _Generators(blocks.values())
     for name, block in blocks.items():
         kept = _KeptState(name, generators)
-        is_tree = recompute.nested and isinstance(block, nn.Sequential)
-        if recompute.chunked_attention:
-            layers = block.children() if is_tree else [block]
-            undos += [replace_forward(layer, ChunkedAttention) for layer in layers]
+        tree = None
         if recompute.nested and isinstance(block, nn.Sequential):
-            tree = _Tree(block, kept)  # runs the layers instead of the forward of the sequence
+            tree = _Tree(block, kept)
+        if recompute.chunked_attention:
+            layers = [block] if tree is None else block.children()
+            undos += [replace_forward(layer, ChunkedAttention) for layer in layers]
+        if tree is None:
+            checkpointed = partial(_Checkpointed, block, recompute.keep, kept)
+            undos.append(replace_forward(block, checkpointed))
+        else:  # runs the layers instead of the forward of the sequence
             undos.append(replace_forward(block, lambda _, tree=tree: tree))
-        else:
-            undos.append(
-                replace_forward(block, partial(_Checkpointed, block, recompute.keep, kept))
-            )
     for name, mlp in tiled.items():
         undos.append(replace_forward(mlp, partial(Tiled, name)))
 
@@ -232,11 +234,10 @@ class _Checkpointed:
         return result
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        first, second = self._kept.contexts([self._block])
         if self._keep != "matmuls":
-            return first, second
+            return self._kept.contexts([self._block])
         keeping = _KeepMatmuls()
-        return _Both(first, keeping), _Both(second, _ReuseMatmuls(keeping.results))
+        return self._kept.contexts([self._block], keeping, _ReuseMatmuls(keeping.results))
 
 
 @final
@@ -366,37 +367,40 @@ class _KeptState:
         self._generators = generators
 
     def contexts(
-        self, modules: Iterable[nn.Module]
+        self,
+        modules: Iterable[nn.Module],
+        first: AbstractContextManager[Any] | None = None,
+        second: AbstractContextManager[Any] | None = None,
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return context managers for the first run of `modules`, which starts now, and the second."""
+        """Return context managers for the first run of `modules`, which starts now, and the second.
+        Each of them also enters that of the run that is given."""
         inner = [module for outer in modules for module in outer.modules()]
         buffers = _Snapshot((module, name) for module in inner for name in module._buffers)
         found = _Kept(buffers, ModuleState(inner, self._generators.found()), PythonAndNumpy())
-        return self._watching(found), _AsThen(self.name, found)
+        return self._watching(found, first), _AsThen(self.name, found, second)
 
     @contextmanager
-    def _watching(self, found: _Kept) -> Iterator[None]:
-        yield
-        for one in found.parts:
+    def _watching(self, found: _Kept, inner: AbstractContextManager[Any] | None) -> Iterator[None]:
+        with inner or nullcontext():
+            yield
+        for one in (found.buffers, found.attributes, found.numbers):
             one.drop_unchanged()
 
 
 @final
+@dataclass(frozen=True)
 class _Kept:
     """Snapshot of buffers, attributes and random number generators."""
 
-    def __init__(
-        self, buffers: _Snapshot, attributes: ModuleState, numbers: PythonAndNumpy
-    ) -> None:
-        self._buffers = buffers
-        self._attributes = attributes
-        self.parts = buffers, attributes, numbers
+    buffers: _Snapshot
+    attributes: ModuleState
+    numbers: PythonAndNumpy
 
     def now(self) -> _Kept:
-        return _Kept(_Snapshot(self._buffers.places), self._attributes.now(), PythonAndNumpy())
+        return _Kept(_Snapshot(self.buffers.places), self.attributes.now(), PythonAndNumpy())
 
     def put_back(self) -> None:
-        for one in self.parts:
+        for one in (self.buffers, self.attributes, self.numbers):
             one.put_back()
 
 
@@ -447,18 +451,22 @@ class _AsThen(AbstractContextManager[None]):
     """Context manager that restores the snapshot `found`, and on exit the state from before entering.
     It can be entered repeatedly, since a retained graph may run backward more than once."""
 
-    def __init__(self, name: str, found: _Kept) -> None:
+    def __init__(self, name: str, found: _Kept, inner: AbstractContextManager[Any] | None) -> None:
         self._name = name
         self._found = found
-        self._now: list[_Kept] = []
+        self._inner = inner or nullcontext()
+        self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
         _latest[:] = [self._name]
-        self._now.append(self._found.now())
-        self._found.put_back()
+        with ExitStack() as stack:
+            stack.callback(self._found.now().put_back)
+            self._found.put_back()
+            stack.enter_context(self._inner)
+            self._entered.append(stack.pop_all())
 
-    def __exit__(self, *error: object) -> None:
-        self._now.pop().put_back()
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
 
 
 class _KeepMatmuls(TorchDispatchMode):
@@ -481,9 +489,10 @@ class _KeepMatmuls(TorchDispatchMode):
         if func in _MATMULS:
             self.results.append(tree_map_only(Tensor, Tensor.detach, result))
         elif func._schema.is_mutable:
-            written = {t.untyped_storage() for t in _written(func, args, kwargs or {})}
+            written = {t.untyped_storage() for t in written_tensors(func, args, kwargs or {})}
             for i, kept in enumerate(self.results):
-                if any(t.untyped_storage() in written for t in _tensors_in(kept)):
+                leaves = (leaf for leaf in tree_leaves(kept) if isinstance(leaf, Tensor))
+                if any(leaf.untyped_storage() in written for leaf in leaves):
                     self.results[i] = None
         return result
 
@@ -500,40 +509,6 @@ class _ReuseMatmuls(TorchDispatchMode):
     ) -> Any:
         kept = self._results.popleft() if func in _MATMULS and self._results else None
         return func(*args, **(kwargs or {})) if kept is None else kept
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    return _tensors_in(
-        [
-            given.get(argument.name)
-            for argument in func._schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-    )
-
-
-def _tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-class _Both(AbstractContextManager[None]):
-    """Enters `first`, then `second`. It can be entered as often as they can."""
-
-    def __init__(
-        self, first: AbstractContextManager[Any], second: AbstractContextManager[Any]
-    ) -> None:
-        self._contexts = first, second
-        self._entered: list[ExitStack] = []
-
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
-            for context in self._contexts:
-                stack.enter_context(context)
-            self._entered.append(stack.pop_all())
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._entered.pop().__exit__(*error)
 
 
 def _in_turn(layers: Sequence[nn.Module], value: Any) -> Any:
