@@ -31,16 +31,13 @@ def evaluate(
         option("--micro-batch", "Samples per pass. Default: as in the run, or fewer.", "N"),
     ] = None,
     precision: Annotated[
-        str | None,
-        option("--precision", "As for train. Default: that of the run.", "P"),
+        str | None, option("--precision", "As for train. Default: that of the run.", "P")
     ] = None,
     ranks: Annotated[
-        int | None,
-        option("--ranks", "Processes on this machine. Default: as in the run.", "N"),
+        int | None, option("--ranks", "Processes on this machine. Default: as in the run.", "N")
     ] = None,
     device: Annotated[
-        str | None,
-        option("--device", "cpu, cuda or cuda:N of this machine. Default: chosen.", "D"),
+        str | None, option("--device", "cpu, cuda or cuda:N of this machine. Default: chosen.", "D")
     ] = None,
     task: TaskOfRun = None,
     settings: Settings = None,

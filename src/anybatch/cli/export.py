@@ -12,8 +12,7 @@ from anybatch.process import libraries
 def export(
     run: RunFolder,
     out: Annotated[
-        Path | None,
-        option("--out", "File or folder. Default: here, named after the run.", "PATH"),
+        Path | None, option("--out", "File or folder. Default: here, named after the run.", "PATH")
     ] = None,
     format: Annotated[
         str | None,
@@ -21,8 +20,7 @@ def export(
     ] = None,
     step: Step = None,
     dtype: Annotated[
-        str | None,
-        option("--dtype", "fp32, bf16 or fp16. Default: as they are.", "T"),
+        str | None, option("--dtype", "fp32, bf16 or fp16. Default: as they are.", "T")
     ] = None,
     merge: Annotated[bool, option("--merge", "Add adapters to the weights below them.")] = False,
     force: Annotated[bool, option("--force", "Replace what is there.")] = False,

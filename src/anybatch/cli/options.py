@@ -174,15 +174,12 @@ def check_backend(name: str | None) -> None:
     """Raises `InputError` if `name` is not the torch.distributed backend used on this machine."""
     import torch
 
-    if name is None:
-        return
     used, device = ("nccl", "GPUs") if torch.cuda.is_available() else ("gloo", "CPUs")
-    if name.lower() == used:
-        return
-    remedy = f"leave it out, or give {used}"
-    if name.lower() == "mpi":
-        remedy += "; ranks that mpirun starts are recognised (mpirun -n 4 anybatch train ...)"
-    raise InputError(f"--backend is {name!r}, and on {device} ranks exchange by {used}: {remedy}.")
+    if name is not None and name.lower() != used:
+        raise InputError(
+            f"--backend is {name!r}, and on {device} ranks exchange by {used}: leave it out, or give"
+            f" {used}. Ranks that mpirun starts are recognised (mpirun -n 4 anybatch train ...)."
+        )
 
 
 def machine_of(device: str | None, devices: int | None) -> Machine | None:

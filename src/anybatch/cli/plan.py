@@ -29,8 +29,7 @@ def plan(
     out: Annotated[Path | None, option("--out", "Save the plan, to be run.", "FILE")] = None,
     json: Annotated[bool, option("--json", "Print the plan as JSON, and nothing else.")] = False,
     plot: Annotated[
-        Path | None,
-        option("--plot", "Draw memory against time as an HTML page.", "FILE"),
+        Path | None, option("--plot", "Draw memory against time as an HTML page.", "FILE")
     ] = None,
     why: Why = False,
 ) -> None:

@@ -32,16 +32,14 @@ def submit(
         int | None, option("--cpus-per-rank", "Cores for each process.", "N")
     ] = None,
     time: Annotated[
-        str | None,
-        option("--time", "As Slurm writes it: 90, 2:00:00, 1-12.", "LIMIT"),
+        str | None, option("--time", "As Slurm writes it: 90, 2:00:00, 1-12.", "LIMIT")
     ] = None,
     partition: Annotated[str | None, option("--partition", "Default: Slurm's.", "NAME")] = None,
     job_name: Annotated[
         str | None, option("--job-name", "Default: the task's name.", "NAME")
     ] = None,
     out: Annotated[
-        Path | None,
-        option("--out", "Run folder, on a disk that all machines see.", "DIR"),
+        Path | None, option("--out", "Run folder, on a disk that all machines see.", "DIR")
     ] = None,
     requeue: Annotated[
         bool, option("--requeue", "Start the job again when it had to end early.")

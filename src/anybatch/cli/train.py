@@ -30,37 +30,21 @@ def train(
     planning: PlanningOptions,
     rehearsal: Rehearsal = None,
     ranks: Annotated[
-        int | None,
-        option(
-            "--ranks",
-            "Processes on this machine. Default: one for each GPU.",
-            "N",
-        ),
+        int | None, option("--ranks", "Processes on this machine. Default: one for each GPU.", "N")
     ] = None,
     norms: NormsName = None,
     balance: Annotated[
         str | None,
         option(
-            "--balance",
-            "measured: shares follow speed; fixed. Default: measured on GPUs.",
-            "HOW",
+            "--balance", "measured: shares follow speed; fixed. Default: measured on GPUs.", "HOW"
         ),
     ] = None,
     nodes: Annotated[
-        str,
-        option(
-            "--nodes",
-            "Machines, or the least and the most (2:4); start it on each.",
-            "N",
-        ),
+        str, option("--nodes", "Machines, or the least and the most (2:4); start it on each.", "N")
     ] = "1",
     rendezvous: Annotated[
         str | None,
-        option(
-            "--rendezvous",
-            "Where machines meet: one of them, and a free port.",
-            "HOST:PORT",
-        ),
+        option("--rendezvous", "Where machines meet: one of them, and a free port.", "HOST:PORT"),
     ] = None,
     rendezvous_secret: Annotated[
         Path | None,
@@ -79,62 +63,37 @@ def train(
         option("--compress", "Send gradients in bf16 or fp16. Changes the result.", "HOW"),
     ] = None,
     local_steps: Annotated[
-        int,
-        option(
-            "--local-steps",
-            "Average every N steps. Changes the result.",
-            "N",
-        ),
+        int, option("--local-steps", "Average every N steps. Changes the result.", "N")
     ] = 1,
     stale: Annotated[
-        bool,
-        option("--stale", "Apply gradients one step late. Changes the result."),
+        bool, option("--stale", "Apply gradients one step late. Changes the result.")
     ] = False,
     plan_file: Annotated[Path | None, option("--plan", "Run this plan.", "FILE")] = None,
     out: Annotated[
-        Path | None,
-        option("--out", "Run folder. Default: a new one in runs/.", "DIR"),
+        Path | None, option("--out", "Run folder. Default: a new one in runs/.", "DIR")
     ] = None,
     resume: Annotated[
-        bool,
-        option("--resume", "Go on with the run in --out, from its newest checkpoint."),
+        bool, option("--resume", "Go on with the run in --out, from its newest checkpoint.")
     ] = False,
     checkpoint_every: Annotated[
-        str,
-        option(
-            "--checkpoint-every",
-            "Steps (500) or time (10min), or never.",
-            "N|TIME",
-        ),
+        str, option("--checkpoint-every", "Steps (500) or time (10min), or never.", "N|TIME")
     ] = "10min",
     keep: Annotated[int, option("--keep", "Checkpoints to keep in addition to the best.", "N")] = 3,
     restarts: Annotated[
-        int,
-        option("--restarts", "How often killed or lost ranks are started again.", "N"),
+        int, option("--restarts", "How often killed or lost ranks are started again.", "N")
     ] = 3,
     stall_seconds: Annotated[
         float | None,
-        option(
-            "--stall-seconds",
-            "Without progress, after which a rank is ended.",
-            "S",
-        ),
+        option("--stall-seconds", "Without progress, after which a rank is ended.", "S"),
     ] = None,
     tensorboard: Annotated[
         str | None,
         option(
-            "--tensorboard",
-            "Write a log for TensorBoard, by default in the run folder.",
-            "[DIR]",
+            "--tensorboard", "Write a log for TensorBoard, by default in the run folder.", "[DIR]"
         ),
     ] = None,
     track: Annotated[
-        str | None,
-        option(
-            "--track",
-            "Send the curves to wandb, mlflow or trackio.",
-            "TRACKER",
-        ),
+        str | None, option("--track", "Send the curves to wandb, mlflow or trackio.", "TRACKER")
     ] = None,
     why: Why = False,
 ) -> None:
@@ -149,12 +108,7 @@ def train(
         from anybatch.launch import find, parse_nodes, read_secret, run_command
         from anybatch.parallel import exchange as tell
         from anybatch.parallel import leads
-        from anybatch.plans import (
-            Plan,
-            parse_balance,
-            parse_exchange,
-            parse_norms_of_task,
-        )
+        from anybatch.plans import Plan, parse_balance, parse_exchange, parse_norms_of_task
         from anybatch.report import (
             Progress,
             last_plan,
@@ -258,21 +212,10 @@ def _check_alone(options: PlanOptions) -> None:
     """Raises `InputError` if any of `options` is given together with a plan, which determines them."""
     from anybatch.errors import InputError
 
-    given = [_as_given(name, value) for name, value in options.given().items()]
+    several = {"exchange": "--compress, --local-steps or --stale", "sharding": "--shard-over"}
+    given = [several.get(name, f"--{name.replace('_', '-')}") for name in options.given()]
     if given:
         raise InputError(
             f"--plan and {' and '.join(given)} are both given, but the plan says all of it: leave"
             " one of them out, or change the plan's file."
         )
-
-
-def _as_given(name: str, value: object) -> str:
-    """An option that a plan determines, as written on the command line."""
-    from anybatch.plans import Exchange, Sharding
-
-    if isinstance(value, Exchange):  # set by several options
-        return f"an exchange ({value.describe()})"
-    if isinstance(value, Sharding):
-        return f"--shard-over {value.over}"
-    flag = f"--{name.replace('_', '-')}"
-    return flag if value is True else f"{flag} {value}"

@@ -33,8 +33,7 @@ def verify(
     recompute: RecomputeNames = None,
     chunked_loss: ChunkedLoss = None,
     samples: Annotated[
-        int | None,
-        option("--samples", "Samples to run both ways. Default: 96.", "N"),
+        int | None, option("--samples", "Samples to run both ways. Default: 96.", "N")
     ] = None,
     settings: Settings = None,
 ) -> None:
