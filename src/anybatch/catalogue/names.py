@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from string import ascii_lowercase
 
 from anybatch.catalogue.rows import MODELS, Model
-from anybatch.errors import InputError
+from anybatch.errors import InputError, listed
 
 # Words that do not distinguish devices: vendors, brands, memory types and module types.
 _SAYS_NOTHING = re.compile(
@@ -19,7 +18,6 @@ _SAYS_NOTHING = re.compile(
     r"|blackwell|workstation|edition|generation"
 )
 _SIZE = re.compile(r"\d+gb")
-_SHOWN = 6
 
 
 def find(name: str) -> Model:
@@ -32,15 +30,19 @@ def find(name: str) -> Model:
     if len(meant) == 1:
         return MODELS[meant[0]]
     if meant:
-        raise InputError(f"device is {name!r}, of which there are several: write {_either(meant)}.")
+        raise InputError(f"device is {name!r}, of which there are several: write {listed(meant)}.")
     if not re.search(r"\d", name):
         raise InputError(
             f"device is {name!r}, which is no GPU of the catalogue; anybatch trains on CPUs, and on"
             " GPUs of CUDA or ROCm: write the name of one, such as 'rtx-4090', or its memory, such"
             " as '24GiB'."
         )
-    close = _close(name)
-    near = f"write {_either(close)}, if you mean that, or" if close else "write"
+    key = "-".join(re.findall(r"[a-z0-9]+", name.lower()))
+    family = re.findall("[a-z]*", key)[0]  # names have to begin with the same letters
+    close = difflib.get_close_matches(
+        key, [model for model in MODELS if model.startswith(family)], n=4, cutoff=0.65
+    )
+    near = f"write {listed(close, key)}, if you mean that, or" if close else "write"
     raise InputError(
         f"device is {name!r}, which is not in the catalogue of GPUs: {near} its memory, such as"
         " '24GiB'."
@@ -95,22 +97,3 @@ def _words(name: str) -> frozenset[str]:
 
 def _without_size(words: frozenset[str]) -> frozenset[str]:
     return frozenset(word for word in words if not _SIZE.fullmatch(word))
-
-
-def _close(name: str) -> list[str]:
-    """Names that resemble `name` and begin with the same letters, closest first."""
-    key = "-".join(re.findall(r"[a-z0-9]+", name.lower()))
-    family = _letters(key)
-    same = [model for model in MODELS if not family or _letters(model) == family]
-    return difflib.get_close_matches(key, same, n=4, cutoff=0.65)
-
-
-def _letters(name: str) -> str:
-    return name[: len(name) - len(name.lstrip(ascii_lowercase))]
-
-
-def _either(names: list[str]) -> str:
-    quoted = [repr(name) for name in names[:_SHOWN]]
-    if len(names) > _SHOWN:
-        return f"{', '.join(quoted)} or another of {len(names)}"
-    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
