@@ -75,7 +75,7 @@ TASKS = [
     Bad("unknown-option", "", ("'epoch'", "give 'epochs'"), "train task.py -s epoch=3"),
     Bad("option-without-value", "", ("'epochs'", "KEY=VALUE"), "train task.py -s epochs"),
     Bad("option-without-name", "", ("'=3'", "KEY=VALUE"), "train task.py -s =3"),
-    Bad("option-of-wrong-type", "", ("'many'", "a whole number"), "train task.py -s epochs=many"),
+    Bad("option-of-wrong-type", "", ("'many'", "has to be int"), "train task.py -s epochs=many"),
     Bad("unknown-recipe-to-list", "", ("'digit'", "'digits'"), "recipes digit"),
     Bad(
         "unknown-field",
