@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from anybatch.errors import DataError, InputError, listed
+from anybatch.errors import DataError, InputError, listed, some
 from anybatch.recipes.text_data import EVERY
 
 Kind: TypeAlias = Literal["causal-lm", "classification"]
@@ -43,7 +43,7 @@ HELD_OUT = ("validation", "valid", "dev", "test")
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _SUFFIXES = (".jsonl", ".json", *_SEPARATORS, ".txt")
-_WANTED = "'text', 'prompt' with 'completion', or 'text' with 'label'"
+_OF_DATASETS = ("dataset_dict.json", "dataset_info.json")
 _TEXTS_AT_ONCE = 1000  # batch size of tokenization
 _SHOWN = 12  # names of classes in a message
 
@@ -104,28 +104,22 @@ def _held_out_name(parts: Iterable[str]) -> str | None:
 
 def _parts(data: Path) -> dict[str, Table]:
     """Reads the parts of `data` by name; `train` is always one of them."""
-    if not data.is_dir() and not data.is_file():
-        what = "is neither a file nor a folder" if data.exists() else "does not exist"
+    if data.is_dir() and any((data / name).exists() for name in _OF_DATASETS):
+        parts = _saved(data)
+    elif data.is_dir():
+        files: dict[str, list[Path]] = {"train": []}
+        for path in sorted(data.iterdir()):
+            if path.suffix in _SUFFIXES and path.is_file() and not path.name.startswith("."):
+                name = path.stem if path.stem in HELD_OUT else "train"
+                files.setdefault(name, []).append(path)
+        parts = {name: _table(paths, data) for name, paths in files.items()}
+    elif data.is_file():
+        parts = {"train": _table([data], data)}
+    else:
         raise InputError(
-            f"the data {str(data)!r} {what} (looked from {os.getcwd()}): give a file"
+            f"the data {str(data)!r} does not exist (looked from {os.getcwd()}): give a file"
             f" ({', '.join(_SUFFIXES)}) or a folder; nothing is downloaded."
         )
-    if data.is_file():
-        parts = {"train": _table([data], data)}
-    elif (data / "dataset_dict.json").exists() or (data / "dataset_info.json").exists():
-        parts = _saved(data)
-    else:
-        files = [
-            path
-            for path in sorted(data.iterdir())
-            if path.suffix in _SUFFIXES and path.is_file() and not path.name.startswith(".")
-        ]
-        parts = {
-            name: _table([path for path in files if path.stem == name], data / name)
-            for name in HELD_OUT
-            if any(path.stem == name for path in files)
-        }
-        parts["train"] = _table([path for path in files if path.stem not in HELD_OUT], data)
     if not parts["train"].rows:
         raise InputError(
             f"the data {str(data)!r} is empty: give a file with rows in it, or a folder with files that"
@@ -134,15 +128,14 @@ def _parts(data: Path) -> dict[str, Table]:
     return parts
 
 
-def _table(files: Sequence[Path], source: Path) -> Table:
+def _table(files: Iterable[Path], source: Path) -> Table:
     rows, places = [], []
     for path in files:
         for number, row in _rows(path):
             place = f"line {number} of {str(path)!r}"
             if not isinstance(row, dict):
-                what = "null" if row is None else f"a value of type {type(row).__name__}"
                 raise InputError(
-                    f'{place} is {what}: give an object for each row, such as {{"text": "..."}}.'
+                    f'{place} is no row: give an object for each row, such as {{"text": "..."}}.'
                 )
             rows.append(row)
             places.append(place)
@@ -151,61 +144,30 @@ def _table(files: Sequence[Path], source: Path) -> Table:
 
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
     """Yields the rows of a file with their line numbers, or positions in a JSON list, from 1."""
-    text = _text(path)
-    if path.suffix in _SEPARATORS:
-        yield from _separated(path, text)
-    elif path.suffix == ".json" and text.lstrip().startswith("["):
-        yield from enumerate(_parsed(text, path, 1), start=1)
-    else:
-        for number, line in enumerate(text.split("\n"), start=1):
-            if line.strip():
-                is_json = path.suffix in (".jsonl", ".json")
-                row = _parsed(line, path, number) if is_json else {"text": line.rstrip("\r")}
+    number = 1
+    try:
+        text = path.read_text("utf-8-sig")
+        if "\0" in text:
+            raise ValueError("it has zero bytes, so it is no text")
+        if path.suffix in _SEPARATORS:
+            separator = _SEPARATORS[path.suffix]
+            reader = csv.DictReader(io.StringIO(text), delimiter=separator, strict=True)
+            for row in reader:
+                number = reader.line_num
+                if None in row or None in row.values():
+                    raise ValueError("it has more or fewer fields than the first line names")
                 yield number, row
-
-
-def _text(path: Path) -> str:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"the file {str(path)!r} cannot be read: {error.strerror}.") from None
-    try:
-        text, bad = content.decode("utf-8-sig"), content.find(b"\0")
-    except UnicodeDecodeError as error:
-        text, bad = "", error.start
-    if bad >= 0:
-        line = content.count(b"\n", 0, bad) + 1
+        elif path.suffix == ".json" and text.lstrip().startswith("["):
+            yield from enumerate(json.loads(text), start=1)
+        else:
+            is_json = path.suffix in (".jsonl", ".json")
+            for number, line in enumerate(text.split("\n"), start=1):
+                if line.strip():
+                    yield number, json.loads(line) if is_json else {"text": line}
+    except (OSError, ValueError, csv.Error) as error:
         raise InputError(
-            f"line {line} of {str(path)!r} is no text in UTF-8 (byte"
-            f" {content[bad]:#04x}): give a file in UTF-8."
-        )
-    return text
-
-
-def _parsed(text: str, path: Path, line: int) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"line {line + error.lineno - 1} of {str(path)!r} is not JSON ({error.msg}, column"
-            f" {error.colno}): give one object per line, or in a .json file a list of them."
-        ) from None
-
-
-def _separated(path: Path, text: str) -> Iterator[tuple[int, Row]]:
-    reader = csv.DictReader(
-        io.StringIO(text, newline=""), delimiter=_SEPARATORS[path.suffix], strict=True
-    )
-    try:
-        for row in reader:
-            if None in row or None in row.values():
-                more, most = "more" if None in row else "fewer", len(reader.fieldnames or ())
-                raise csv.Error(f"{more} than the {most} fields that its first line names")
-            yield reader.line_num, row
-    except csv.Error as error:
-        raise InputError(
-            f"line {reader.line_num} of {str(path)!r} is not {path.suffix[1:].upper()} ({error}): quote"
-            " fields that have a separator in them, or give JSON lines."
+            f"{str(path)!r} cannot be read from line {number} on ({error}): give a file in UTF-8, in"
+            " the format that its name says."
         ) from None
 
 
@@ -222,8 +184,7 @@ def _saved(folder: Path) -> dict[str, Table]:
         found: Any = datasets.load_from_disk(str(folder))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"the folder {str(folder)!r} cannot be read by datasets ({error}): save it again with"
-            " save_to_disk."
+            f"the folder {str(folder)!r} cannot be read by datasets ({error})."
         ) from None
     parts = dict(found) if isinstance(found, Mapping) else {"train": found}
     if "train" not in parts:
@@ -279,20 +240,20 @@ def padded(samples: list[Sample], pad: int) -> Sample:
 
 
 def kind_of(table: Table, wanted: Kind | None) -> Kind:
-    """Returns `wanted`, or if it is None, the task that the columns of the first row are for.
-
-    Raises `InputError` if the columns do not fit any task, or lack a label for classification.
-    """
+    """Returns `wanted`, or if it is None, the task that the columns of the first row are for. Raises
+    `InputError` if the columns do not fit it, or any task."""
     columns = table.rows[0].keys()
-    labelled = {"text", "label"} <= columns
-    if not ("text" in columns or {"prompt", "completion"} <= columns):
-        raise InputError(f"{table.places[0]} has {listed(columns)}: give rows with {_WANTED}.")
-    if wanted == "classification" and not labelled:
+    fits: dict[Kind, bool] = {
+        "classification": {"text", "label"} <= columns,
+        "causal-lm": "text" in columns or {"prompt", "completion"} <= columns,
+    }
+    kind = wanted or ("classification" if fits["classification"] else "causal-lm")
+    if not fits[kind]:
         raise InputError(
-            f"{table.places[0]} has {listed(columns)} and no 'label': a classifier needs one in every"
-            " row; give 'text' with 'label', or task=causal-lm."
+            f"{table.places[0]} has {listed(columns)}, which is no row for {kind}: give rows with"
+            " 'text', with 'prompt' and 'completion', or for a classifier with 'text' and 'label'."
         )
-    return wanted or ("classification" if labelled else "causal-lm")
+    return kind
 
 
 def classes_of(tables: Sequence[Table]) -> list[str]:
@@ -301,8 +262,8 @@ def classes_of(tables: Sequence[Table]) -> list[str]:
 
     Raises `DataError` for a row with an invalid label, and `InputError` if there is only one class.
     """
-    first = type(tables[0].rows[0].get("label"))
-    found = {str(label) for table in tables for label in _labels(table, first)}
+    kind = type(tables[0].rows[0].get("label"))
+    found = {str(label) for table in tables for label in _labels(table, kind)}
     names = sorted(found)
     if given := next((table.names for table in tables if table.names), None):
         names = given
@@ -322,32 +283,33 @@ def classes_of(tables: Sequence[Table]) -> list[str]:
     return names
 
 
-def _labels(table: Table, kind: type) -> Iterator[int | str]:
-    """Yields the labels. Raises `DataError` for one that is not a name or a number from 0, or not of
+def _labels(table: Table, kind: type) -> list[int | str]:
+    """Returns the labels. Raises `DataError` for one that is not a name or a number from 0, or not of
     type `kind`."""
-    for row, place in zip(table.rows, table.places, strict=True):
-        label: Any = row.get("label")
-        named = isinstance(label, str) and label != ""
-        if type(label) is not kind or not (named or (type(label) is int and label >= 0)):
+    labels: list[Any] = [row.get("label") for row in table.rows]
+    for label, place in zip(labels, table.places, strict=True):
+        is_label = (type(label) is int and label >= 0) or (isinstance(label, str) and label != "")
+        if not is_label or type(label) is not kind:
             raise DataError(
                 f"{place} has the label {label!r}: give a name in every row, or in every row a whole"
                 " number that counts the classes from 0."
             )
-        yield label
+    return labels
 
 
 def _targets(table: Table, classes: list[str]) -> list[int]:
     """Returns the class index of each row. Raises `DataError` for a label that is not in `classes`."""
-    places = {name: number for number, name in enumerate(classes)}
+    indices = {name: index for index, name in enumerate(classes)}
+    kind = type(table.rows[0].get("label"))
     found = []
-    for number, label in enumerate(_labels(table, type(table.rows[0].get("label")))):
-        is_number = str(label).isdecimal() and (isinstance(label, int) or label not in places)
-        target = int(label) if is_number else places.get(str(label), -1)
+    for label, place in zip(_labels(table, kind), table.places, strict=True):
+        is_index = isinstance(label, int) or (label not in indices and label.isdecimal())
+        target = int(label) if is_index else indices.get(str(label), -1)
         if not 0 <= target < len(classes):
             raise DataError(
-                f"{table.places[number]} has the label {label!r}, which is none of the {len(classes)}"
-                f" classes that the model tells apart ({', '.join(classes[:_SHOWN])}): mend the row, or"
-                " give a model for more."
+                f"{place} has the label {label!r}, which is none of the {len(classes)} classes that the"
+                f" model tells apart ({', '.join(classes[:_SHOWN])}): mend the row, or give a model for"
+                " more."
             )
         found.append(target)
     return found
@@ -370,12 +332,11 @@ def encoded(
     else:
         targets = [one[:longest] for one in labels]
         kept = [number for number, one in enumerate(targets) if any(x != IGNORED for x in one[1:])]
-    missing = sorted(set(range(len(ids))) - set(kept))
+    missing = [table.places[i] for i in sorted(set(range(len(ids))) - set(kept))]
     if missing:
-        more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
         warnings.warn(
-            f"left out, since there is nothing in it to learn from: {table.places[missing[0]]}{more}"
-            " (an empty text, or a completion that is empty or was cut off).",
+            f"left out, since there is nothing in it to learn from: {some(missing, 1)} (an empty text,"
+            " or a completion that is empty or was cut off).",
             stacklevel=3,
         )
     if not kept:
@@ -406,28 +367,19 @@ def _tokens_and_labels(
 
 def _encoded(table: Table, column: str, tokenizer: Any, whole: bool = True) -> list[list[int]]:
     """Tokenizes a column of texts; a blank text has no tokens. With `whole`, the tokenizer adds its
-    special tokens for the start and end of a text, if it has any."""
-    texts = _texts(table, column)
+    special tokens for the start and end of a text, if it has any. Raises `DataError` for a row without
+    a text."""
+    texts: list[Any] = [row.get(column) for row in table.rows]
+    for text, place in zip(texts, table.places, strict=True):
+        if not isinstance(text, str):
+            raise DataError(
+                f"{place} has {text!r} as {column!r}: give a text in every row, as in the first."
+            )
     found: list[list[int]] = []
     for start in range(0, len(texts), _TEXTS_AT_ONCE):
-        some = texts[start : start + _TEXTS_AT_ONCE]
+        batch = texts[start : start + _TEXTS_AT_ONCE]
         made = tokenizer(  # no warning of long texts, since they are truncated and counted
-            some, add_special_tokens=whole, return_attention_mask=False, verbose=False
+            batch, add_special_tokens=whole, return_attention_mask=False, verbose=False
         )["input_ids"]
-        found += [one if text.strip() else [] for one, text in zip(made, some, strict=True)]
+        found += [one if text.strip() else [] for one, text in zip(made, batch, strict=True)]
     return found
-
-
-def _texts(table: Table, column: str) -> list[str]:
-    """Returns the texts in `column`. Raises `DataError` for a row without one."""
-    texts = []
-    for row, place in zip(table.rows, table.places, strict=True):
-        text = row.get(column)
-        if not isinstance(text, str):
-            what = "null" if text is None else f"a value of type {type(text).__name__}"
-            what = f"{what} as" if column in row else "no"
-            raise DataError(
-                f"{place} has {what} {column!r}: give a text in every row, as in the first."
-            )
-        texts.append(text)
-    return texts
