@@ -115,7 +115,7 @@ class CheckpointManager:
     def take_weights(self, step: int | None) -> Path:
         """See `Session.take_checkpoint`."""
         with self._uncounted():
-            found = self.checkpoints.newest(step, only="weights/", touches=False)
+            found = self.checkpoints.newest(step, reads_only="weights/")
         if found is None:
             raise InputError(
                 "the run has no checkpoint: there are no weights to take before it has saved one, or"

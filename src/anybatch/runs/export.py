@@ -180,7 +180,7 @@ class _Job:
         if self.step is None and run.has_final_weights:
             return _Taken(weights_of_file(run.weights), run.step, run.weights)
         checkpoints = Checkpoints(run.checkpoints, SingleDevice())
-        found = checkpoints.newest(self.step, only="weights/", touches=False)
+        found = checkpoints.newest(self.step, reads_only="weights/")
         assert found is not None  # checked by `export`
         state = weights_of_checkpoint(checkpoints, found, self.build)
         return _Taken(state, found.step, found.folder)

@@ -1,16 +1,10 @@
 """Checkpoints: saved while training continues, verified, and loaded.
 
-A save must neither stop nor end training, and is not trusted until it is verified:
-
-    save      the state is copied (or, without room for a copy, written directly), and a thread writes
-              the copy while the next steps run
-    publish   the checkpoint gets its name when every byte of every rank is on the disk: see `folder.py`
-    keep      older checkpoints are then deleted, except for the last few and the best
-    newest    every byte is read and compared with its checksum before a run uses it
-    load      each rank reads its own part, however the parts were cut when it was saved; checked again
-
-Threads do not use collectives, in which others would wait for a rank that fails: the result of a save
-is communicated by files, and by the next call that all ranks make together.
+A save must neither stop nor end training. The state is copied (or, without room for a copy, written
+directly), and a thread writes the copy while the next steps run. A checkpoint gets its name when every
+byte of every rank is on the disk (see `folder.py`), and every byte is compared with its checksum before
+a run uses it. Threads do not use collectives, in which others would wait for a rank that fails: the
+result of a save is communicated by files, and by the next call that all ranks make together.
 """
 
 from __future__ import annotations
@@ -21,15 +15,16 @@ import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
 
-from anybatch.errors import AnybatchError, InputError, PeerFailed, as_setting
+from anybatch.errors import AnybatchError, InputError, PeerFailed
 from anybatch.oom import is_memory_error
 from anybatch.parallel import Group, from_rank_0
 from anybatch.process.threads import begin
@@ -182,16 +177,14 @@ class Checkpoints:
         if self._job is not None and self._job.ended is not None:
             self._job.ended.wait()
 
-    def newest(
-        self, step: int | None = None, *, only: str = "", touches: bool = True
-    ) -> Found | None:
+    def newest(self, step: int | None = None, *, reads_only: str = "") -> Found | None:
         """Returns the newest intact checkpoint, with every byte read and checked; None if there are no
         checkpoints. All ranks must call it, and get the same result.
 
         Args:
             step: consider only the checkpoint of this step.
-            only: read and check only the tensors whose names begin with this prefix.
-            touches: whether to delete what killed writers left; if not, the folder is not modified.
+            reads_only: read and check only the tensors whose names begin with this prefix, and leave
+                the folder as it is. Otherwise what killed writers left is deleted.
 
         Raises:
             InputError: there are checkpoints but none is intact, or none is of `step`; or a rank cannot
@@ -199,7 +192,7 @@ class Checkpoints:
             PeerLost: a rank is gone.
         """
         self._settle()
-        search = partial(self._search, step, only, touches)
+        search = partial(self._search, step, reads_only)
         manifest, name, passed_over = from_rank_0(search, self._group)
         if manifest is None:
             return None
@@ -262,8 +255,7 @@ class Checkpoints:
     # -------------------------------------------------------------------------------------- saving
 
     def _settle(self) -> None:
-        """Waits until the previous save has ended on all ranks: either all ranks have one here, or none
-        has."""
+        """Waits until the previous save has ended on all ranks."""
         job = self._job
         if job is None:
             return
@@ -309,8 +301,7 @@ class Checkpoints:
         self._outcomes.append(saved)
 
     def _drop(self, job: Writer, reason: str | None) -> None:
-        """Discards a save that failed; rank 0 deletes its files, and reports it if there is a
-        reason."""
+        """Discards a save that failed. Rank 0 deletes its files, and reports a `reason`."""
         job.pending = None
         if self._group.rank == 0:
             if job.partial is not None:
@@ -326,8 +317,7 @@ class Checkpoints:
                 )
 
     def _prune(self, newest: int) -> None:
-        """Deletes checkpoints that are older than `newest` and neither among the last ones nor the
-        best."""
+        """Deletes checkpoints older than `newest`, except for the last ones and the best."""
         scores: dict[Path, float] = {}
         good: list[Path] = []
         others: list[tuple[int, Path]] = []
@@ -350,10 +340,8 @@ class Checkpoints:
 
     # ----------------------------------------------------------------------------------- searching
 
-    def _search(
-        self, wanted: int | None, only: str, touches: bool
-    ) -> tuple[Manifest | None, str, list[str]]:
-        if touches and self._folder.path.exists():
+    def _search(self, wanted: int | None, only: str) -> tuple[Manifest | None, str, list[str]]:
+        if not only and self._folder.path.exists():
             with contextlib.suppress(InputError, OSError), self._folder.locked(seconds=0.0):
                 self._folder.clear()
         faults: list[str] = []
@@ -362,9 +350,13 @@ class Checkpoints:
         except OSError as error:
             raise InputError(told_by_system(error)) from None
         if wanted is not None:
-            there = [(step, path) for step, path in there if step == wanted] or self._lacking(
-                wanted
-            )
+            steps = ", ".join(f"{step:,}" for step, _ in reversed(there)) or "none is there"
+            there = [(step, path) for step, path in there if step == wanted]
+            if not there:
+                raise InputError(
+                    f"there is no checkpoint of step {wanted:,} in {self._folder.path}: give one of"
+                    f" step {steps}."
+                )
         for step, path in there:
             try:
                 manifest = read_manifest(path)
@@ -382,23 +374,9 @@ class Checkpoints:
             )
         return None, "", []
 
-    def _lacking(self, step: int) -> NoReturn:
-        steps = [f"{number:,}" for number, _ in reversed(self._folder.complete())]
-        if not steps:
-            raise InputError(
-                f"there is no checkpoint of step {step:,} in {self._folder.path}, nor of any other:"
-                f" name a run that has saved some ({as_setting('checkpoint_every')})."
-            )
-        of = f"step {steps[0]}" if len(steps) == 1 else f"the steps {', '.join(steps)}"
-        raise InputError(
-            f"there is no checkpoint of step {step:,} in {self._folder.path}: give one that is there,"
-            f" of {of}."
-        )
-
 
 def _verify(folder: Path, manifest: Manifest, step: int, only: str = "") -> None:
-    """Reads all files of a checkpoint, or only the tensors whose names begin with `only`. Raises
-    `InputError` at the first error."""
+    """Reads and checks the tensors whose names begin with `only`. Raises `InputError`."""
     if manifest.step != step:
         raise InputError(f"its manifest is of step {manifest.step}")
     blocks: list[list[tuple[int, int, int, str]]] = [[] for _ in manifest.files]
@@ -413,18 +391,15 @@ def _verify(folder: Path, manifest: Manifest, step: int, only: str = "") -> None
                 blocks[part.file].append((part.start + begin, size, checksum, name))
 
     def verify(number: int) -> None:
-        file = DataFile(folder / data_name(number), manifest.files[number])
         buffer = memoryview(bytearray(max((size for _, size, *_ in blocks[number]), default=0)))
-        try:
+        with closing(DataFile(folder / data_name(number), manifest.files[number])) as file:
             for start, size, checksum, name in sorted(blocks[number]):
                 try:
                     file.read(buffer[:size], start, checksum)
                 except InputError as error:
                     raise InputError(f"{error} (in {name[:100]!r})") from None
-        finally:
-            file.close()
 
-    if len(blocks) < 2:
+    if len(blocks) < 2:  # without a thread, whose stack would count in a budget
         list(map(verify, range(len(blocks))))
         return
     with ThreadPoolExecutor(_VERIFY_THREADS) as pool:
@@ -446,8 +421,8 @@ def _unseen(folder: Path, manifest: Manifest, rank: int) -> str:
 
 
 def _first_failure(error: Any, rank: int) -> str:
-    """Returns a sentence on the failure of the lowest rank that failed. Raises the exception of this
-    rank if it was interrupted."""
+    """Describes the failure of the lowest rank that failed. Raises that of this rank if it was
+    interrupted."""
     failures = {number: pair[0] for number, pair in error.failures.items()}
     own = failures.get(rank)
     if own is not None and not isinstance(own, Exception):

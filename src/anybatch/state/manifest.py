@@ -3,9 +3,8 @@
     {"sha256": "...", "manifest": {"version": 1, "step": 120, "files": [...], "tensors": {...}, ...}}
 
 torch's own checkpoints keep this in a pickle, which can run arbitrary code when it is read. A manifest
-contains numbers and names; it contains no paths (files are numbered), its sizes are compared with those
-of the files before anything is allocated, and the slices of each tensor have as many elements as the
-tensor.
+holds numbers and names and no paths (files are numbered), and its sizes are compared with those of the
+files before anything is allocated.
 """
 
 from __future__ import annotations

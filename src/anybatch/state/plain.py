@@ -1,8 +1,5 @@
-"""Reads the weights of a run as the `state_dict` of the plain model. Does not need the model, its
-optimizer, its ranks or its data.
-
-The weights of a finished run are in one file. In a checkpoint they are divided over one file per rank,
-together with the optimizer state, which is not read. Parameters that a checkpoint leaves out, since
+"""Reads the weights of a run as the `state_dict` of the plain model, from its weights file or from a
+checkpoint, without its optimizer, its ranks or its data. Parameters that a checkpoint leaves out, since
 they are not trained, are built by the task.
 """
 

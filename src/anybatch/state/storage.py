@@ -1,16 +1,10 @@
 """Storage for `torch.distributed.checkpoint`: writes and reads what its planners plan.
 
 torch's planners are used unchanged. Its own storage is not used: it pickles, writes from within
-collectives, and checks nothing that it reads. What all ranks must agree on is done immediately:
-
-    plan      each rank lists what it has; rank 0 assigns what several ranks have (collective)
-    lay out   each rank determines the position of its slices in its file; copies them, if there is room
-    collect   rank 0 collects the locations (collective)
-
-The slow part needs no agreement, so a rank that fails cannot leave another one in a collective:
-
-    write     each rank writes its file, then a small sealed part: lengths and checksums
-    complete  rank 0 writes the manifest once it sees all parts, and the name that makes it visible
+collectives, and checks nothing that it reads. Here the collective part is short: all ranks agree on who
+writes what, and rank 0 collects where each slice begins. Writing needs no agreement, so a rank that
+fails cannot leave another one in a collective: each rank writes its file, then a small sealed part with
+lengths and checksums, and rank 0 writes the manifest once it sees all parts.
 """
 
 from __future__ import annotations
@@ -20,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast, final
@@ -78,8 +73,8 @@ _MOST_PART_BYTES = 256 << 20
 
 
 class Part(Record):
-    """The record that seals the file of a rank: its length, and the checksums of each slice by its
-    start; or the reason why the file could not be written."""
+    """What seals the file of a rank: its length and the checksums of each slice, by the slice's start;
+    or why it could not be written."""
 
     num_bytes: Count = 0
     checksums: dict[str, list[Checksum]] = Field(default_factory=dict)
@@ -95,9 +90,7 @@ class Writer(StorageWriter):
     """One save, as seen by one rank.
 
     Attributes:
-        folder: folder of the checkpoints.
         tensors, facts, step, score, stage: see `Checkpoints.save`.
-        rank: this rank.
         started: start time, by the monotonic clock.
         held_seconds: how long the save blocked training.
         partial: the hidden folder to write in, once it is known.
@@ -140,7 +133,7 @@ class Writer(StorageWriter):
             save(_detached(self.tensors), storage_writer=self, planner=planner, no_dist=alone)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Does nothing: a writer is used for one save."""
+        pass
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Checks the content. Raises `InputError` if it cannot be saved."""
@@ -149,7 +142,6 @@ class Writer(StorageWriter):
                 raise InputError(f"{name!r} {fault}")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Returns the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -190,12 +182,10 @@ class Writer(StorageWriter):
         return _ready(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0: keeps the locations of all slices for `complete`."""
         self.metadata, self.results = metadata, results
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Returns False: locations are chosen by `Folder`."""
         return False
 
     def write_pending(self) -> None:
@@ -283,8 +273,7 @@ class Writer(StorageWriter):
 
 
 def write_part(partial: Path, rank: int, tensors: list[Tensor]) -> None:
-    """Writes the file of `rank`, and seals it. `tensors` is emptied in the process, so that they can be
-    freed. Raises `OSError`."""
+    """Writes and seals the file of `rank`, and empties `tensors`. Raises `OSError`."""
     checksums: dict[str, list[int]] = {}
     start = 0
     descriptor = os.open(partial / data_name(rank), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -329,8 +318,7 @@ def _staged(tensors: Sequence[Tensor]) -> list[Tensor] | None:
 
 
 def _await_folder(partial: Path, rank: int) -> None:
-    """Waits until this rank sees the folder. This is done while all ranks can still be informed: later,
-    the failure of a rank that sees another folder would go unnoticed."""
+    """Waits until this rank sees the folder, while all ranks can still be told that it does not."""
     deadline = time.monotonic() + UNSEEN_SECONDS
     while not partial.exists():
         if time.monotonic() > deadline:
@@ -375,13 +363,8 @@ def _ready(value: Any) -> Future[Any]:
 @final
 @dataclass(eq=False)
 class Reader(StorageReader):
-    """One load, as seen by one rank.
-
-    Attributes:
-        folder: folder of the checkpoint.
-        manifest: its manifest, checked.
-        tensors: tensors to fill, by name.
-    """
+    """One load, as seen by one rank: fills `tensors` from the checkpoint in `folder`, whose `manifest`
+    has been checked."""
 
     folder: Path
     manifest: Manifest
@@ -398,10 +381,9 @@ class Reader(StorageReader):
             load(_detached(self.tensors), storage_reader=self, planner=planner, no_dist=alone)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Does nothing: a reader is used for one load."""
+        pass
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns the manifest as torch's `Metadata`."""
         # Also called before the tensors are checked, so it contains only requested ones.
         return Metadata(
             {
@@ -434,11 +416,9 @@ class Reader(StorageReader):
             raise InputError(f"it is of something else: {'; '.join(faults[:3])}{more}")
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Returns the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Returns the plans unchanged: each rank reads what it needs."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -449,43 +429,28 @@ class Reader(StorageReader):
             for name in {item.dest_index.fqn for item in plan.items}
             for part in manifest.tensors[name].slices
         }
-        wanted = sorted(
-            (
-                (found[item.storage_index.fqn, _offset(item.storage_index)], item)
-                for item in plan.items
-            ),
-            key=lambda pair: (pair[0].file, pair[0].start),
-        )
-        for number in sorted({part.file for part, _ in wanted}):
-            file = DataFile(self.folder / data_name(number), manifest.files[number])
-            try:
-                for part, item in wanted:
-                    if part.file == number:
-                        self._read_item(file, part, item, planner)
-            finally:
-                file.close()
+        wanted: dict[int, list[tuple[Slice, ReadItem]]] = {}
+        for item in plan.items:
+            part = found[item.storage_index.fqn, _offset(item.storage_index)]
+            wanted.setdefault(part.file, []).append((part, item))
+        for number, of_file in wanted.items():
+            path = self.folder / data_name(number)
+            with closing(DataFile(path, manifest.files[number])) as file:
+                for part, item in sorted(of_file, key=lambda pair: pair[0].start):
+                    self._read_item(file, part, item, planner)
         return _ready(None)
 
     def _read_item(self, file: DataFile, part: Slice, item: ReadItem, planner: LoadPlanner) -> None:
         target = cast(Tensor, planner.resolve_tensor(item)).detach()
-        read_box(
-            file,
-            part.start,
-            part.sizes,
-            DTYPES[self.manifest.tensors[item.storage_index.fqn].dtype],
-            self.manifest.block_bytes,
-            part.checksums,
-            tuple(
-                slice(start, start + size)
-                for start, size in zip(item.storage_offsets, item.lengths, strict=True)
-            ),
-            target,
-        )
+        dtype = DTYPES[self.manifest.tensors[item.storage_index.fqn].dtype]
+        ends = zip(item.storage_offsets, item.lengths, strict=True)
+        box = tuple(slice(start, start + size) for start, size in ends)
+        blocks = self.manifest.block_bytes
+        read_box(file, part.start, part.sizes, dtype, blocks, part.checksums, box, target)
         planner.commit_tensor(item, target)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Returns False: locations are chosen by `Folder`."""
         return False
 
 

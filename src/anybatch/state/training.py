@@ -298,8 +298,8 @@ class TrainingState:
         return tensors, plain
 
     def _others(self, found: Found | None = None) -> dict[str, Tensor]:
-        """Returns the parameters that are not part of the model, and the state of the exchange: all of
-        it, or only what is in `found` (a different exchange has different state)."""
+        """Returns the parameters that are not part of the model, and the state of the exchange, if
+        `found` is given only what it holds: another exchange has another state."""
         known = {id(tensor) for tensor in self._replica.weights.values()}
         tensors: dict[str, Tensor] = {
             f"parameters/{number}": param
@@ -313,8 +313,7 @@ class TrainingState:
         return tensors
 
     def _of_this_rank(self, name: str, found: Found) -> str:
-        """Returns `name` without its rank prefix if it applies to this rank; otherwise an empty
-        string."""
+        """Returns `name` without its rank prefix; an empty string if it is for another rank."""
         if not name.startswith("rank-"):
             return name
         rank, _, rest = name.partition(".")
@@ -349,11 +348,8 @@ class TrainingState:
         found: Found,
         kind: tuple[tuple[int, ...], torch.dtype],
     ) -> Tensor:
-        """Returns the tensor for optimizer state that consists of several tensors in one, which only
-        the optimizer can create.
-
-        Raises `InputError` if the optimizer has different state.
-        """
+        """Returns the tensor for a part of optimizer state that only the optimizer can create. Raises
+        `InputError` if it has different state."""
         optimizer = self._replica.optimizer
         if is_compiled(optimizer) and not optimizer.state[param]:
             optimizer.state[param] = fresh_state(optimizer, param)
@@ -388,8 +384,7 @@ def _names_in_state_dict(model: nn.Module) -> tuple[dict[str, str], list[str]]:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a parameter group, except the learning rate, which follows from the
-    task."""
+    """Returns the options of a parameter group, except the learning rate, which the task determines."""
     return {
         name: float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
         for name, value in group.items()

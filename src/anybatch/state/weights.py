@@ -20,7 +20,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.errors import InputError, kind_of, some
@@ -105,7 +104,6 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     def read() -> None:
         state.update(_matched(model, read_weights(Path(path)), path))
-        _complete(model, state)
 
     from_rank_0(read)
     load_full_state_dict(model, state if leads() else None)
@@ -295,8 +293,7 @@ def _matched(
             values[own[here]] = value
     for name, value in values.items():
         faults += _misfit(_name_in(model, name), value, places[name])
-    missing = [name for name in own.values() if name not in values]
-    missing = [_name_in(model, name) for name in _not_tied(model, places, values, missing)]
+    missing = [_name_in(model, name) for name in _fill_in(places, values)]
     if missing:
         faults.insert(0, f"{_are(missing)} missing")
     if strange:
@@ -335,26 +332,22 @@ def _name_in(model: nn.Module, name: str) -> str:
     return ".".join(kept)
 
 
-def _not_tied(
-    model: nn.Module,
-    places: Mapping[str, Any],
-    values: Mapping[str, Any],
-    missing: list[str],
-) -> list[str]:
-    """Returns the names in `missing` that are neither tied to a present name nor counters that old
-    files lack."""
-    there = {_place(places[name]) for name in values if isinstance(places[name], Tensor)}
-    counters = {
-        f"{prefix}.num_batches_tracked" if prefix else "num_batches_tracked"
-        for prefix, module in model.named_modules()
-        if isinstance(module, _BatchNorm)
-    }
-    return [
-        name
-        for name in missing
-        if name not in counters
-        and not (isinstance(places[name], Tensor) and _place(places[name]) in there)
-    ]
+def _fill_in(places: Mapping[str, Any], values: dict[str, Any]) -> list[str]:
+    """Adds what a file may lack to `values`: tied weights under each of their names, and the counters
+    of BatchNorm, which old files do not have. Returns the names that are still missing."""
+    tensors = {name: place for name, place in places.items() if isinstance(place, Tensor)}
+    there = {_place(tensors[name]): value for name, value in values.items() if name in tensors}
+    missing = []
+    for name, place in places.items():
+        if name in values:
+            continue
+        if name in tensors and _place(place) in there:
+            values[name] = there[_place(place)]
+        elif name.rpartition(".")[2] == "num_batches_tracked":
+            values[name] = place
+        else:
+            missing.append(name)
+    return missing
 
 
 def _misfit(name: str, value: Any, place: Any) -> Iterator[str]:
@@ -371,15 +364,6 @@ def _misfit(name: str, value: Any, place: Any) -> Iterator[str]:
         yield f"{name!r} is {value.dtype} in the file and {place.dtype} in the model"
     elif place.is_meta:
         yield f"{name!r} of the model has no room for values (it is on the meta device)"
-
-
-def _complete(model: nn.Module, values: dict[str, Any]) -> None:
-    """Adds the missing entries that `_not_tied` tolerates: tied weights under each of their names, and
-    counters."""
-    places = model.state_dict(keep_vars=True)
-    there = {_place(places[name]): value for name, value in values.items()}
-    for name, place in places.items():
-        values.setdefault(name, there.get(_place(place), place))
 
 
 # ------------------------------------------------------------------------------------------ in words

@@ -229,7 +229,7 @@ def test_damage_in_what_the_optimizer_remembers_is_no_matter(tmp_path: Path):
 
 
 def test_a_step_that_is_not_there(finished: Path):
-    with pytest.raises(ab.InputError, match=r"no checkpoint of step 3 .* of the steps 2, 4, 6\."):
+    with pytest.raises(ab.InputError, match=r"no checkpoint of step 3 .* of step 2, 4, 6\."):
         ab.evaluate(finished, small_task(), step=3)
 
 
