@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ import hypothesis
 import psutil
 import pytest
 from tests.crew import Crew
+from tests.warm import Warm
 
 from anybatch.engine import staging
 from anybatch.runs import planning
@@ -118,6 +120,14 @@ def crew() -> Iterator[Crew]:
     crew = Crew()
     yield crew
     crew.close()
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Warm]:
+    """Runs commands and scripts in processes that have torch already; see `tests/warm.py`."""
+    warm = Warm()
+    yield warm
+    warm.close()
 
 
 # ------------------------------------------------------------------------------------ leak police
@@ -267,7 +277,21 @@ def _shown(value: str | None) -> str:
 
 
 def _children() -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True))
+    """This process's children, and theirs.
+
+    Linux lists those of each thread; `psutil` reads about every process of the machine, which would
+    take most of the time of a short test.
+    """
+    listed = Path("/proc/self/task")
+    if not (listed / str(os.getpid()) / "children").exists():
+        return set(psutil.Process().children(recursive=True))
+    own = [path.read_text() for path in listed.glob("*/children")]
+    found: set[psutil.Process] = set()
+    for pid in " ".join(own).split():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child = psutil.Process(int(pid))
+            found |= {child, *child.children(recursive=True)}
+    return found
 
 
 def _is_lasting_helper(process: psutil.Process) -> bool:
@@ -275,7 +299,9 @@ def _is_lasting_helper(process: psutil.Process) -> bool:
         command = " ".join(process.cmdline())
     except psutil.Error:
         return False
-    return process.pid in Crew.pids or any(helper in command for helper in LASTING_HELPERS)
+    return process.pid in Crew.pids | Warm.pids or any(
+        helper in command for helper in LASTING_HELPERS
+    )
 
 
 def _described(process: psutil.Process) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
@@ -114,7 +112,7 @@ for line in LINES:
 
 
 @pytest.mark.slow
-def test_every_line_runs(tmp_path):
+def test_every_line_runs(warm, tmp_path):
     """All in one process: the code blocks in order, which the lines build on, and then the lines."""
     code = [b.text for b in blocks(PAGES[0]) if b.language == "python" and not b.is_fragment]
     lines = [
@@ -124,12 +122,5 @@ def test_every_line_runs(tmp_path):
     script = tmp_path / "script.py"
     program = _RUN.replace("BLOCKS", repr(code)).replace("LINES", repr(lines))
     script.write_text(program, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, script],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=300,
-    )
+    done = warm(["python", script], tmp_path)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"

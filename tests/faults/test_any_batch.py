@@ -1,8 +1,5 @@
 """Any global batch, from one sample to a million, runs in the same enforced budget."""
 
-import subprocess
-import sys
-
 import pytest
 
 pytestmark = pytest.mark.faults
@@ -29,14 +26,8 @@ print(result.ended.samples_seen, result.plan.accumulation_steps)
 
 
 @pytest.mark.parametrize("global_batch", [1, pytest.param(997, marks=pytest.mark.slow), 1_000_000])
-def test_the_budget_does_not_grow_with_the_global_batch(global_batch):
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(global_batch)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+def test_the_budget_does_not_grow_with_the_global_batch(global_batch, warm, tmp_path):
+    done = warm(["python", "-c", SCRIPT, global_batch], tmp_path)
     assert done.returncode == 0, done.stderr
     seen, accumulation_steps = map(int, done.stdout.split())
     assert seen == 2 * global_batch

@@ -1,8 +1,6 @@
 """Two ranks give what the executable specification in `examples/nano_anybatch.py` gives on one, and the
 specification itself gives the same on two."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,9 +65,9 @@ def test_an_error_on_one_rank_of_nano_ends_all(crew):
 
 
 @pytest.mark.slow
-def test_the_example_prints_the_same_losses_in_every_row():
+def test_the_example_prints_the_same_losses_in_every_row(warm, tmp_path):
     example = Path(__file__).parents[2] / "examples" / "nano_anybatch.py"
-    done = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=300)
+    done = warm(["python", example], tmp_path)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()[1:]]
     assert [row[0] for row in rows] == ["1", "1", "2", "2"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from tests.crew import Crew, RankError
 from tests.unit.small_runs import FILE_TASK, Tied, X, evaluated, off, small_task, tree
+from tests.warm import Warm
 from torch import nn
 
 import anybatch as ab
@@ -171,19 +170,11 @@ def test_a_divided_model_of_transformers_with_adapters_and_without(
 
 
 @pytest.mark.slow
-def test_by_commands(tmp_path: Path):
+def test_by_commands(warm: Warm, tmp_path: Path):
     (tmp_path / "own_task.py").write_text(FILE_TASK)
 
     def run(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "anybatch", *words],
-            cwd=tmp_path,
-            env={**os.environ, "COLUMNS": "80"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
+        done = warm(["anybatch", *words], tmp_path, {**os.environ, "COLUMNS": "80"})
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import threading
 import warnings
 from datetime import timedelta
@@ -511,15 +509,12 @@ def test_a_model_that_is_wrapped_already(crew):
 
 
 @pytest.mark.slow
-def test_the_example_prints_the_same_on_any_number_of_ranks(tmp_path):
+def test_the_example_prints_the_same_on_any_number_of_ranks(warm, tmp_path):
     example = Path(__file__).parents[2] / "examples" / "own_loop_ddp.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     outputs = []
     for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]):
-        command = [sys.executable, *launcher, str(example)]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-        )
+        done = warm(["python", *launcher, example], tmp_path, environment)
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout.splitlines())
         (tmp_path / "model.safetensors").unlink()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
@@ -68,17 +66,15 @@ def task_file(tmp_path_factory):
     return path
 
 
-def run(*command, cwd):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, "-m", *map(str, command)],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def run(warm):
+    """Runs a module in a process of its own."""
+
+    def run(*command, cwd):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        return warm(["python", "-m", *command], cwd, environment)
+
+    return run
 
 
 def story(folder):
@@ -98,19 +94,19 @@ def assert_same_run(one, other):
 
 
 @pytest.fixture(scope="module")
-def alone(task_file):
+def alone(run, task_file):
     """The folder of a run of one rank."""
-    return trained_by_a_command(task_file, "alone", "--ranks", 1)
+    return trained_by_a_command(run, task_file, "alone", "--ranks", 1)
 
 
 @pytest.fixture(scope="module")
-def of_three(task_file):
+def of_three(run, task_file):
     """The folder of a run of three ranks, with a log for TensorBoard if that is there."""
     logged = ["--tensorboard"] if find_spec("tensorboard") else []
-    return trained_by_a_command(task_file, "three", "--ranks", 3, *logged)
+    return trained_by_a_command(run, task_file, "three", "--ranks", 3, *logged)
 
 
-def trained_by_a_command(task_file, name, *options):
+def trained_by_a_command(run, task_file, name, *options):
     folder = task_file.with_name(name)
     done = run("anybatch", "train", task_file, *options, "--out", name, cwd=folder.parent)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -148,7 +144,7 @@ def test_only_the_first_rank_writes_the_log_for_tensorboard(of_three):
 
 
 @pytest.mark.slow
-def test_torchruns_ranks_are_recognised(task_file, alone, tmp_path):
+def test_torchruns_ranks_are_recognised(run, task_file, alone, tmp_path):
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     done = run(*torchrun, "-m", "anybatch", "train", task_file, "--out", "both", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -170,7 +166,9 @@ with ab.Session(made, ab.plan(made)) as session:
 
 
 @pytest.mark.slow
-def test_ranks_that_torchrun_started_plan_together_before_a_loop_of_their_own(task_file, alone):
+def test_ranks_that_torchrun_started_plan_together_before_a_loop_of_their_own(
+    run, task_file, alone
+):
     loop = task_file.with_name("loop.py")
     loop.write_text(LOOP)
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2)
@@ -189,7 +187,7 @@ def test_ranks_that_torchrun_started_plan_together_before_a_loop_of_their_own(ta
     ids=["a broken sample", "too little memory"],
 )
 def test_the_command_ends_with_the_status_of_what_went_wrong(
-    task_file, tmp_path, options, status, words
+    run, task_file, tmp_path, options, status, words
 ):
     done = run("anybatch", "train", task_file, "--ranks", 2, *options, "--out", "r", cwd=tmp_path)
     assert done.returncode == status, done.stdout + done.stderr
@@ -245,7 +243,7 @@ def task():
 
 
 @pytest.mark.slow
-def test_a_model_that_no_rank_can_hold_is_divided(folder, clean_imports, command):
+def test_a_model_that_no_rank_can_hold_is_divided(run, folder, clean_imports, command):
     (folder / "large.py").write_text(LARGE)
     line = ("train", "large.py", "--memory", "100MiB", "--out")
     alone = command(*line, "alone", "--ranks", "1")
@@ -292,7 +290,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_sink_ends_training_on_ranks_that_the_call_started(task_file):
+def test_a_sink_ends_training_on_ranks_that_the_call_started(run, task_file):
     (task_file.parent / "ending.py").write_text(ENDING)
     done = run("ending", cwd=task_file.parent)
     assert done.returncode == 0, done.stderr

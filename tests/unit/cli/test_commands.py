@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.bad_input.conftest import Outcome
+from tests.warm import Warm
 
 import anybatch
 from anybatch.cli import run
@@ -356,27 +357,12 @@ def test_a_fault_of_anybatch_keeps_its_traceback(
     [("1", "12MiB"), ("1797", "12MiB"), ("100000", "12MiB")],
 )
 def test_digits_with_any_batch_runs_or_names_the_memory_it_needs(
-    global_batch: str, memory: str, folder: Path
+    global_batch: str, memory: str, folder: Path, warm: Warm
 ):
     def train(budget: str) -> subprocess.CompletedProcess[str]:
         line = ["train", "digits", "--global-batch", global_batch, "--memory", budget]
-        return subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "anybatch",
-                *line,
-                "-s",
-                "epochs=1",
-                "-s",
-                "width=4",
-                "--out",
-                "run",
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        settings = ["-s", "epochs=1", "-s", "width=4"]
+        return warm(["anybatch", *line, *settings, "--out", "run"], folder)
 
     done = train(memory)
     if done.returncode == 3:

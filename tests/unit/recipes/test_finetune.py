@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import pickle
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -470,7 +468,7 @@ def test_positions_that_are_not_for_tokens_are_not_counted():
 
 
 @pytest.mark.slow
-def test_ranks_that_divide_a_model_with_adapters_write_what_one_does(folder, data, tmp_path):
+def test_ranks_that_divide_a_model_with_adapters_write_what_one_does(folder, data, warm, tmp_path):
     pytest.importorskip("peft")
     path = data(SUMS)
     written = []
@@ -484,14 +482,7 @@ def test_ranks_that_divide_a_model_with_adapters_write_what_one_does(folder, dat
         )
         words = [word for setting in settings for word in ("-s", setting)]
         line = ["train", "finetune", "--out", str(tmp_path / f"run-{name}"), "--micro-batch", "4"]
-        done = subprocess.run(
-            [sys.executable, "-m", "anybatch", *line, *words, *options],
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            check=False,
-            timeout=300,
-        )
+        done = warm(["anybatch", *line, *words, *options], tmp_path)
         assert done.returncode == 0, done.stderr
         written.append(load_file(tmp_path / name / "adapter_model.safetensors"))
     one, two = written

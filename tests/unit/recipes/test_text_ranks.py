@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.warm import Warm
 
 from anybatch.events import Evaluated, Said
 from anybatch.report import read
@@ -14,17 +13,10 @@ from anybatch.report import read
 SMALL = ("limit=30kB", "context=32", "width=16", "depth=1", "heads=2", "steps=5")
 
 
-def trained(folder: Path, *options: str) -> tuple[Evaluated, str]:
+def trained(warm: Warm, folder: Path, *options: str) -> tuple[Evaluated, str]:
     settings = [word for setting in SMALL for word in ("-s", setting)]
     line = ["train", "text", "--memory", "24MiB", "--out", str(folder), *settings, *options]
-    done = subprocess.run(
-        [sys.executable, "-m", "anybatch", *line],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-        timeout=300,
-    )
+    done = warm(["anybatch", *line], folder.parent)
     assert done.returncode == 0, done.stderr
     events = read(folder / "events.jsonl")
     (said,) = [event.text for event in events if isinstance(event, Said)]
@@ -33,9 +25,9 @@ def trained(folder: Path, *options: str) -> tuple[Evaluated, str]:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_and_tell_as_one_does(tmp_path):
-    one, said = trained(tmp_path / "one", "--micro-batch", "16")
-    two, said_by_two = trained(tmp_path / "two", "--ranks", "2")
+def test_two_ranks_train_and_tell_as_one_does(warm, tmp_path):
+    one, said = trained(warm, tmp_path / "one", "--micro-batch", "16")
+    two, said_by_two = trained(warm, tmp_path / "two", "--ranks", "2")
     assert two.loss == pytest.approx(one.loss, rel=1e-4)
     assert two.metrics == pytest.approx(one.metrics, rel=1e-3)
     assert said_by_two.partition("\n")[0] == said.partition("\n")[0]
