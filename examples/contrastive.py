@@ -74,7 +74,7 @@ def task() -> ab.Task:
         train=TensorDataset(images[:1437]),
         valid=TensorDataset(images[1437:]),
         global_batch=512,
-        epochs=40,
+        epochs=20,
         evaluate_every=20,
         name="halves",
     )
