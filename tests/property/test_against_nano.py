@@ -55,7 +55,7 @@ def test_sessions_train_as_nano_does(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=400)
 @given(case=cases)
 def test_many_sessions_train_as_nano_does(case):
     check_session(case)
