@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from anybatch.data import Loader, Steps, ghosts, micro_batches, permutation, share
-from anybatch.data.microbatch import batch_size, split
+from anybatch.data.batch_slices import batch_size, split
 
 lasts = st.sampled_from(["keep", "drop", "wrap"])
 shares = st.lists(st.one_of(st.integers(0, 5), st.floats(0, 4)), min_size=1, max_size=9).filter(

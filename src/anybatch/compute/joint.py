@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from anybatch.compute.loss import read_loss, told_as, widened
-from anybatch.data.microbatch import map_leaves, parts_of
+from anybatch.data.batch_slices import map_leaves, parts_of
 from anybatch.errors import LossError
 from anybatch.task import JointLoss, Loss, LossFunction
 

@@ -26,7 +26,7 @@ from anybatch.compute.frozen_randomness import calm
 from anybatch.compute.ghost_norm import batch_norms
 from anybatch.compute.loss_reduction_check import warn_of
 from anybatch.compute.modes import preserved
-from anybatch.data.microbatch import doubled, slice_batch
+from anybatch.data.batch_slices import doubled, slice_batch
 from anybatch.errors import LossError
 from anybatch.task import Loss, LossFunction
 

@@ -54,7 +54,7 @@ from anybatch.compute.parameter_writes import ParameterWrites
 from anybatch.compute.precision import Numerics
 from anybatch.compute.synchronised_norm import Exchange
 from anybatch.data.batch_copies import copied
-from anybatch.data.microbatch import map_leaves, samples_left
+from anybatch.data.batch_slices import map_leaves, samples_left
 from anybatch.plans import Choice, KernelChoices
 from anybatch.side_effects import code_of, untouched
 from anybatch.task import JointLoss, Loss, LossFunction, parameters_in
@@ -532,6 +532,7 @@ class Replica:
         norm = norm_of(own or _values(gradients), wide=True)
         return norm / self._gradient_scale(norm)
 
+    @torch.no_grad()
     def finish(self, total_weight: float, clip_norm: float | None) -> Tensor:
         """Turn summed gradients into those of the mean over the global batch, in place, and clip them.
 
@@ -546,7 +547,7 @@ class Replica:
             return torch.zeros(())
         if self._numerics.scaler is not None:
             self._numerics.scaler.unscale_(self.updater)  # pyright: ignore[reportArgumentType]
-        gradients = [_own(p.grad) for p in self.parameters if p.grad is not None]
+        gradients = [local_part(p.grad) for p in self.parameters if p.grad is not None]
         divisor = 1.0 if self._is_mean else total_weight * self._numerics.gradient_factor
         if self._outside_gradients:
             whole = torch.full((), divisor, dtype=torch.float64, device=gradients[0].device)
@@ -664,12 +665,6 @@ class Replica:
         squares = norm.square()  # of this rank's shards: one all-reduce, not one per parameter
         dist.all_reduce(squares, group=first.device_mesh.get_group())
         return squares.sqrt()
-
-
-def _own(gradient: Tensor) -> Tensor:
-    """This rank's shard of `gradient` if it is sharded, else `gradient` itself."""
-    with torch.no_grad():
-        return local_part(gradient)
 
 
 def _values(gradients: Sequence[Tensor]) -> list[Tensor]:

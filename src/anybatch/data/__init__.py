@@ -5,6 +5,16 @@ This package depends on no model and no plan, and knows ranks only as numbers.
 
 from anybatch.data.batch_copies import BatchCopies as BatchCopies
 from anybatch.data.batch_copies import copied as copied
+from anybatch.data.batch_slices import batch_size as batch_size
+from anybatch.data.batch_slices import differs as differs
+from anybatch.data.batch_slices import map_leaves as map_leaves
+from anybatch.data.batch_slices import parts_of as parts_of
+from anybatch.data.batch_slices import resized as resized
+from anybatch.data.batch_slices import samples_left as samples_left
+from anybatch.data.batch_slices import shows_samples as shows_samples
+from anybatch.data.batch_slices import slice_batch as slice_batch
+from anybatch.data.batch_slices import split as split
+from anybatch.data.batch_slices import to_device as to_device
 from anybatch.data.collation import Collate as Collate
 from anybatch.data.cut import divided_ghosts as divided_ghosts
 from anybatch.data.cut import ghosts as ghosts
@@ -32,16 +42,6 @@ from anybatch.data.lengths import padded_size as padded_size
 from anybatch.data.loader import Cut as Cut
 from anybatch.data.loader import Loader as Loader
 from anybatch.data.loader import StepData as StepData
-from anybatch.data.microbatch import batch_size as batch_size
-from anybatch.data.microbatch import differs as differs
-from anybatch.data.microbatch import map_leaves as map_leaves
-from anybatch.data.microbatch import parts_of as parts_of
-from anybatch.data.microbatch import resized as resized
-from anybatch.data.microbatch import samples_left as samples_left
-from anybatch.data.microbatch import shows_samples as shows_samples
-from anybatch.data.microbatch import slice_batch as slice_batch
-from anybatch.data.microbatch import split as split
-from anybatch.data.microbatch import to_device as to_device
 from anybatch.data.opening import identity_of_batch as identity_of_batch
 from anybatch.data.opening import largest_batch as largest_batch
 from anybatch.data.opening import mean_batch as mean_batch

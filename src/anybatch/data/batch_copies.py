@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anybatch.data.microbatch import map_leaves, parts_of
+from anybatch.data.batch_slices import map_leaves, parts_of
 
 
 @final

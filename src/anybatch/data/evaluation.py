@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from anybatch.data.batch_slices import is_samples, parts_of, rebuilt
 from anybatch.data.collation import Collate, collated
 from anybatch.data.failure import Place, fetched, told
 from anybatch.data.generators import Borrowed
 from anybatch.data.lengths import Extent, micro_batches_by_length
 from anybatch.data.loader import Loader
-from anybatch.data.microbatch import is_samples, parts_of, rebuilt
 from anybatch.data.schedule import Steps
 from anybatch.data.stream import Reading, check_readable
 from anybatch.errors import DataError, InputError

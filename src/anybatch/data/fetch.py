@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
 
+from anybatch.data.batch_slices import parts_of
 from anybatch.data.collation import Collate, batch_of, collated
 from anybatch.data.failure import Bad, BadSamples, Place, told
 from anybatch.data.generators import Borrowed, seed_by, seed_each
-from anybatch.data.microbatch import parts_of
 from anybatch.data.order import mix
 from anybatch.errors import AnybatchError, DataError
 from anybatch.oom import is_memory_error

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch.data.microbatch import map_leaves, to_device
+from anybatch.data.batch_slices import map_leaves, to_device
 
 _END = object()
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from anybatch.data.batch_slices import map_leaves
 from anybatch.data.failure import refused_shared_memory, told, told_samples
 from anybatch.data.fetch import Piece, Request, SampleFetch
-from anybatch.data.microbatch import map_leaves
 from anybatch.errors import DataError
 from anybatch.oom import is_memory_error
 

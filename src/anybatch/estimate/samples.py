@@ -41,8 +41,8 @@ from anybatch.data import (
     sizes_alone,
     steps_of,
 )
+from anybatch.data.batch_slices import samples_left
 from anybatch.data.cut import positions
-from anybatch.data.microbatch import samples_left
 from anybatch.errors import DataError
 from anybatch.task import JointLoss, Task
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from anybatch.compute.loss import read_loss, widened
 from anybatch.data import batch_size, map_leaves, share, split, to_device
-from anybatch.data.microbatch import is_samples, parts_of, rebuilt
+from anybatch.data.batch_slices import is_samples, parts_of, rebuilt
 from anybatch.errors import DataError, InputError
 from anybatch.task import Loss
 

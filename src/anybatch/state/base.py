@@ -21,7 +21,7 @@ from anybatch.compute.dtensor import local_part
 from anybatch.compute.low_bit_optimizers import parts_of
 from anybatch.errors import InputError, some
 from anybatch.parallel import Group
-from anybatch.state.blocks import bytes_of
+from anybatch.state.checksummed_blocks import bytes_of
 from anybatch.task import Task, parameters_in
 
 

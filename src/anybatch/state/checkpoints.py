@@ -28,7 +28,7 @@ from anybatch.errors import AnybatchError, InputError, PeerFailed
 from anybatch.oom import is_memory_error
 from anybatch.parallel import Group, from_rank_0
 from anybatch.process.threads import begin
-from anybatch.state.blocks import DTYPES, DataFile
+from anybatch.state.checksummed_blocks import DTYPES, DataFile
 from anybatch.state.folder import Folder, told_by_system
 from anybatch.state.manifest import Manifest, data_name, read_manifest
 

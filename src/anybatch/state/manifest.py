@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from anybatch.errors import InputError
-from anybatch.state.blocks import BLOCK_BYTES, DTYPES, open_plain
+from anybatch.state.checksummed_blocks import BLOCK_BYTES, DTYPES, open_plain
 
 VERSION = 1
 NAME = "manifest.json"

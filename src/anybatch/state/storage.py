@@ -49,7 +49,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from anybatch.compute.dtensor import local_part
 from anybatch.errors import InputError
 from anybatch.parallel.vote import calling
-from anybatch.state.blocks import DTYPES, DataFile, dtype_name, read_box, staged, write_tensor
+from anybatch.state.checksummed_blocks import (
+    DTYPES,
+    DataFile,
+    dtype_name,
+    read_box,
+    staged,
+    write_tensor,
+)
 from anybatch.state.folder import Folder, sync, told_by_system
 from anybatch.state.manifest import (
     NAME,

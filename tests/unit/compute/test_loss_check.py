@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 import anybatch as ab
 from anybatch.compute.loss_reduction_check import _warn
-from anybatch.data.microbatch import doubled
+from anybatch.data.batch_slices import doubled
 from anybatch.errors import LossError
 
 GENERATOR = torch.Generator().manual_seed(0)

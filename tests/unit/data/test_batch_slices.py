@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from anybatch.data import resized
-from anybatch.data.microbatch import batch_size, slice_batch, split, to_device
+from anybatch.data.batch_slices import batch_size, slice_batch, split, to_device
 from anybatch.errors import DataError
 
 Pair = namedtuple("Pair", ["x", "name"])

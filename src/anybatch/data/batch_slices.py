@@ -220,7 +220,7 @@ def map_leaves(batch: Any, function: Callable[[Any], Any]) -> Any:
 
 def parts_of(node: Any) -> list[Part] | None:
     """Returns the parts of a container, each with the index that accesses it; None for a leaf."""
-    if isinstance(node, PackedSequence):
+    if isinstance(node, Tensor | PackedSequence):
         return None
     if isinstance(node, Mapping):
         return [(f"[{key!r}]", value) for key, value in node.items()]

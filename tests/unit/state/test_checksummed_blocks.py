@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 
 from anybatch.errors import InputError
-from anybatch.state import blocks
-from anybatch.state.blocks import DTYPES, DataFile, read_box, staged, write_tensor
+from anybatch.state import checksummed_blocks as blocks
+from anybatch.state.checksummed_blocks import DTYPES, DataFile, read_box, staged, write_tensor
 
 
 def written(tensor, path):
