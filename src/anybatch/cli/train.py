@@ -212,10 +212,21 @@ def _check_alone(options: PlanOptions) -> None:
     """Raises `InputError` if any of `options` is given together with a plan, which determines them."""
     from anybatch.errors import InputError
 
-    several = {"exchange": "--compress, --local-steps or --stale", "sharding": "--shard-over"}
-    given = [several.get(name, f"--{name.replace('_', '-')}") for name in options.given()]
+    given = [_as_given(name, value) for name, value in options.given().items()]
     if given:
         raise InputError(
             f"--plan and {' and '.join(given)} are both given, but the plan says all of it: leave"
             " one of them out, or change the plan's file."
         )
+
+
+def _as_given(name: str, value: object) -> str:
+    """An option that a plan determines, as written on the command line."""
+    from anybatch.plans import Exchange, Sharding
+
+    if isinstance(value, Exchange):  # set by several options
+        return f"an exchange ({value.describe()})"
+    if isinstance(value, Sharding):
+        return f"--shard-over {value.over}"
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value is True else f"{flag} {value}"

@@ -68,7 +68,7 @@ def test_one_rank_holds_three_sums_beside_its_gradients_and_eight_hold_none():
 def test_a_grain_that_does_not_fit_is_refused():
     with pytest.raises(NoPlanFits, match="a grain of 4 samples of the reproducible run") as caught:
         ab.plan(grained(), GPU, memory="642MiB")
-    assert "smaller grains (--grain, anybatch.Grains)" in str(caught.value)
+    assert "smaller grains (reproducible=anybatch.Grains(n))" in str(caught.value)
     least = caught.value.least_bytes
     assert least is not None
     assert f"Give it at least {format_bytes(least)}" in str(caught.value)

@@ -260,5 +260,5 @@ def test_a_damaged_log_does_not_give_checkpoints_up(tmp_path: Path):
         path.unlink() if content is None else path.write_bytes(content)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with pytest.raises(InputError, match=r"step 1\).*--resume"), run_folder(tmp_path):
+            with pytest.raises(InputError, match=r"step 1\).*resume=True"), run_folder(tmp_path):
                 pass

@@ -183,7 +183,7 @@ def test_nothing_in_the_run_is_touched(finished: Path, here: Path):
 
 def test_what_is_there_is_replaced_only_if_that_is_asked_for(finished: Path, here: Path):
     Path("w.pt").write_text("mine")
-    with pytest.raises(ab.InputError, match=r"w\.pt is there already: .*--force"):
+    with pytest.raises(ab.InputError, match=r"w\.pt is there already: .*force=True"):
         ab.export(finished, "w.pt")
     assert Path("w.pt").read_text() == "mine"
     ab.export(finished, "w.pt", force=True)
