@@ -11,35 +11,33 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
+import traceback
 from collections.abc import Callable
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import pytest
-from tests.warm import Warm
 
 from anybatch.engine import ladder
 
-ROOT = Path(__file__).parents[1]
 
-
-def alone(test: Callable[[], None]) -> Callable[[Warm], None]:
-    """`test`, in a process that has done nothing but import torch; see `warm`. It fails with the
-    traceback of what was raised there."""
+def alone(test: Callable[[], None]) -> Callable[[], None]:
+    """`test`, in a new interpreter. It fails with the traceback of what was raised there."""
 
     @functools.wraps(test)
-    def apart(warm: Warm) -> None:
-        names = test.__module__, test.__name__
-        done = warm(["python", "-c", f"from tests.alone import run; run{names}"], ROOT)
-        if done.returncode:
-            pytest.fail(done.stdout + done.stderr, pytrace=False)
+    def apart() -> None:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            raised = pool.submit(_raised, test.__module__, test.__name__).result()
+        if raised is not None:
+            pytest.fail(raised, pytrace=False)
 
-    parameter = inspect.Parameter("warm", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    apart.__signature__ = inspect.Signature([parameter])  # pyright: ignore[reportAttributeAccessIssue]
     return apart
 
 
-def run(module: str, name: str) -> None:
-    """Run a test that is marked `alone`, in this process."""
+def _raised(module: str, name: str) -> str | None:
     ladder.WAITS = 0.01, 0.02, 0.05  # for memory that others give back; nobody does here
-    getattr(importlib.import_module(module), name).__wrapped__()
+    try:
+        getattr(importlib.import_module(module), name).__wrapped__()
+    except BaseException:  # what pytest itself raises is none of `Exception`
+        return traceback.format_exc()
+    return None

@@ -1,7 +1,8 @@
 """Budgets on a CPU: a pass goes over, the step is redone, the result is the same."""
 
 import json
-from pathlib import Path
+import subprocess
+import sys
 
 import pytest
 
@@ -13,22 +14,20 @@ pytestmark = [
     pytest.mark.skipif(not can_enforce("cpu"), reason="no memory limit is held on this system"),
 ]
 
-ROOT = Path(__file__).parents[2]
-
 SMALL = 9 << 20
 """What a step in which memory ran out may leave behind: the update's memory, kernels, small blocks."""
 
 
-@pytest.fixture
-def run(warm):
-    """Runs one of the cases in a process of its own; what it found."""
-
-    def run(name):
-        done = warm(["python", "-m", "tests.faults.under_limit", name], ROOT)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(done.stdout.splitlines()[-1])
-
-    return run
+def run(name):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults.under_limit", name],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def assert_survived(found):
@@ -47,7 +46,7 @@ def assert_survived(found):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_five_passes_over_the_budget_in_one_run(run, where):
+def test_five_passes_over_the_budget_in_one_run(where):
     found = run(f"spikes in {where}")
     assert_survived(found)
     failures = found["failures"]
@@ -59,7 +58,7 @@ def test_five_passes_over_the_budget_in_one_run(run, where):
     assert found["measured"] <= found["budget"] * 1.1
 
 
-def test_what_planning_has_left_in_the_heap_is_no_part_of_the_run(run):
+def test_what_planning_has_left_in_the_heap_is_no_part_of_the_run():
     found = run("planned here")
     assert_survived(found)
     assert not found["failures"]
@@ -67,14 +66,14 @@ def test_what_planning_has_left_in_the_heap_is_no_part_of_the_run(run):
 
 
 @pytest.mark.parametrize("name", ["far too large", "digits"])
-def test_a_micro_batch_that_was_chosen_too_large_is_replaced(run, name):
+def test_a_micro_batch_that_was_chosen_too_large_is_replaced(name):
     found = run(name)
     assert_survived(found)
     assert found["failures"]
     assert all(f["step"] <= 2 for f in found["failures"])  # found out at once, not at the end
 
 
-def test_nothing_fits(run):
+def test_nothing_fits():
     found = run("nothing fits")
     assert found["same"]
     assert found["steps"] == []
@@ -82,7 +81,7 @@ def test_nothing_fits(run):
     assert "too small even for the leanest plan (micro-batch 1" in found["message"]
 
 
-def test_a_model_that_no_trace_can_follow_is_planned_by_passes_under_the_limit(run):
+def test_a_model_that_no_trace_can_follow_is_planned_by_passes_under_the_limit():
     found = run("untraced")
     assert_survived(found)
     assert not found["failures"]
