@@ -10,9 +10,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import threading
 from typing import Any, ClassVar
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
+_MMAP_MAX = 1 << 16  # glibc's default
 _MOST_MMAP_THRESHOLD = 32 << 20  # on 64 bits
 _RETURN_FROM = 128 << 10  # glibc's thresholds at the start of a process
 
@@ -24,13 +26,16 @@ def has_glibc() -> bool:
 
 @functools.cache
 def _glibc() -> Any:
-    return ctypes.CDLL(None)
+    library: Any = ctypes.CDLL(None)
+    library.malloc.restype = ctypes.c_void_p
+    return library
 
 
 def return_freed_memory() -> None:
     """Make glibc return freed memory to the kernel: each block of 128 KiB or more is a separate
     mapping, which is unmapped when the block is freed. Has no effect with other C libraries."""
     _set_thresholds(_RETURN_FROM, _RETURN_FROM)
+    _HOLES.fill()
 
 
 def keep_freed_memory() -> None:
@@ -38,6 +43,7 @@ def keep_freed_memory() -> None:
     Once its thresholds have been set, they no longer adapt, so they are set to the values up to
     which they would have grown (`DEFAULT_MMAP_THRESHOLD_MAX`, and twice that). Has no effect with
     other C libraries."""
+    _HOLES.empty()
     _set_thresholds(_MOST_MMAP_THRESHOLD, 2 * _MOST_MMAP_THRESHOLD)
 
 
@@ -55,11 +61,59 @@ def use_one_heap() -> None:
         _glibc().mallopt(_M_ARENA_MAX, 1)
 
 
+class _Holes:
+    """Holes of 128 KiB and more that glibc's heap has acquired while freed memory was kept. glibc
+    prefers them to new mappings, and their pages are not returned to the kernel. So they are filled
+    with blocks that are never written to, which take addresses but no memory."""
+
+    def __init__(self) -> None:
+        self._blocks: list[int] = []
+        self._lock = threading.Lock()
+        self.num_bytes: int = 0
+
+    def fill(self) -> None:
+        """Fill the existing holes."""
+        if free_in_heap() is None:
+            return
+        trim()
+        library = _glibc()
+        with self._lock:
+            library.mallopt(_M_MMAP_MAX, 0)
+            try:
+                size = _MOST_MMAP_THRESHOLD
+                while size >= _RETURN_FROM:
+                    before = _books().arena
+                    address = library.malloc(ctypes.c_size_t(size))
+                    if address is not None and _books().arena == before:
+                        self._blocks.append(address)
+                        self.num_bytes += size
+                        continue
+                    _free(address)  # from the end of the heap, which grew: no hole is this long
+                    size //= 2
+            finally:
+                library.mallopt(_M_MMAP_MAX, _MMAP_MAX)
+
+    def empty(self) -> None:
+        """Return the filled holes to the heap."""
+        with self._lock:
+            for address in self._blocks:
+                _free(address)
+            self._blocks.clear()
+            self.num_bytes = 0
+
+
+_HOLES = _Holes()
+
+
+def _free(address: int | None) -> None:
+    _glibc().free(ctypes.c_void_p(address))
+
+
 def free_in_heap() -> int | None:
     """Bytes that the heap holds and that are not in use; None if unknown (glibc before 2.33, other
     C libraries)."""
     books = _books()
-    return None if books is None else int(books.fordblks)
+    return None if books is None else int(books.fordblks) + _HOLES.num_bytes
 
 
 def _books() -> Any:

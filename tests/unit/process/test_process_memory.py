@@ -67,13 +67,34 @@ limits[0].leave()
 assert faults() < 10, faults()
 """
 
+HOLES = """
+from anybatch.process.process_memory import free_in_heap, keep_freed_memory, return_freed_memory
+
+MIB = 1 << 20
+keep_freed_memory()
+blocks = [torch.ones(4 << 20) for _ in range(4)]  # of 16 MiB each, in the heap
+small = [torch.ones(1 << 14) for _ in range(64)]  # some of them behind those
+del blocks
+assert free_in_heap() > 60 * MIB
+return_freed_memory()
+assert free_in_heap() > 60 * MIB  # still free, for whoever asks how much the process needs
+before = status("RssAnon")
+for _ in range(4):
+    torch.ones(3 << 20)
+    assert status("RssAnon") - before < MIB, status("RssAnon") - before
+data = status("VmData")
+keep_freed_memory()
+kept = torch.ones(3 << 20)
+assert status("VmData") <= data  # in a hole again
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(
     "what",
-    [FIRST_USES, ASIDE, BUDGET],
-    ids=["first uses", "aside", "budget"],
+    [FIRST_USES, ASIDE, BUDGET, HOLES],
+    ids=["first uses", "aside", "budget", "holes"],
 )
 def test_what_a_process_holds(what: str):
     done = subprocess.run(
