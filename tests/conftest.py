@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -277,21 +276,7 @@ def _shown(value: str | None) -> str:
 
 
 def _children() -> set[psutil.Process]:
-    """This process's children, and theirs.
-
-    Linux lists those of each thread; `psutil` reads about every process of the machine, which would
-    take most of the time of a short test.
-    """
-    listed = Path("/proc/self/task")
-    if not (listed / str(os.getpid()) / "children").exists():
-        return set(psutil.Process().children(recursive=True))
-    own = [path.read_text() for path in listed.glob("*/children")]
-    found: set[psutil.Process] = set()
-    for pid in " ".join(own).split():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child = psutil.Process(int(pid))
-            found |= {child, *child.children(recursive=True)}
-    return found
+    return set(psutil.Process().children(recursive=True))
 
 
 def _is_lasting_helper(process: psutil.Process) -> bool:
