@@ -38,10 +38,10 @@ def worded(python: str, option: str) -> str:
 
 def as_setting(name: str, value: str | int | None = None) -> str:
     """A setting for a message: `memory="1GiB"` in Python, `--memory 1GiB` on the command line. Without
-    a value: `memory=` and `--memory`."""
+    a value: `memory=` and `--memory`; with True: `resume=True` and `--resume`."""
     option = f"--{name.replace('_', '-')}"
-    if value is None:
-        return worded(f"{name}=", option)
+    if value is None or value is True:
+        return worded(f"{name}={value or ''}", option)
     written = f'"{value}"' if isinstance(value, str) else value
     return worded(f"{name}={written}", f"{option} {value}")
 

@@ -39,10 +39,10 @@ def test_a_value_of_thousands_of_characters_is_cut():
 def test_settings_are_named_as_in_the_interface_that_is_used():
     def named() -> list[str]:
         given = as_setting("memory", "1GiB"), as_setting("micro_batch", 4), as_setting("out")
-        return [*given, worded("resume=True", "--resume")]
+        return [*given, as_setting("resume", True), worded("settings=", "-s")]
 
-    in_python = ['memory="1GiB"', "micro_batch=4", "out=", "resume=True"]
+    in_python = ['memory="1GiB"', "micro_batch=4", "out=", "resume=True", "settings="]
     assert named() == in_python
     with worded_for_command_line():
-        assert named() == ["--memory 1GiB", "--micro-batch 4", "--out", "--resume"]
+        assert named() == ["--memory 1GiB", "--micro-batch 4", "--out", "--resume", "-s"]
     assert named() == in_python

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from anybatch.compute.blocks import ROOT, find_blocks, match_blocks, modules_of
 from anybatch.compute.patch import replace_forward
-from anybatch.errors import InputError, worded
+from anybatch.errors import InputError, as_setting
 from anybatch.plans import KernelChoices, Recompute
 from anybatch.process import compilation
 from anybatch.process.files import cache_folder
@@ -102,8 +102,9 @@ def is_compiled(model: nn.Module) -> bool:
 def check_available(kernels: KernelChoices, device: torch.device) -> None:
     """Raises `InputError` if `kernels` are not available on `device`, naming what is missing."""
     if kernels.compile and (told := missing(device)):
-        without = worded("compile=True", "--compile")
-        raise InputError(f"the plan compiles the model, and {told}, or plan without {without}.")
+        raise InputError(
+            f"the plan compiles the model, and {told}, or plan without {as_setting('compile', True)}."
+        )
 
 
 def missing(device: torch.device) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,11 @@ from anybatch.oom import as_memory_failure
 from anybatch.parallel.vote import calling
 from anybatch.plans import Link
 
-_NUM_SIZES = {"cpu": 8, "cuda": 9}
-"""Number of sizes of the all-reduces: 1 KiB, and each four times the one before."""
+_SIZES = {
+    "cpu": tuple(1024 * 4**i for i in range(8)),
+    "cuda": tuple(1024 * 4**i for i in range(9)),
+}
+"""Sizes of the all-reduces in bytes."""
 
 _SECONDS_OF_SIZE = 0.1
 """Time for the rounds of one size after the first; larger sizes are skipped if a round takes longer."""
@@ -36,6 +40,9 @@ _SECONDS_OF_SIZE = 0.1
 _ROUNDS = 8
 """Rounds of one size after the first. The first counts only if there is no time for others: its memory
 is new, or, conversely, a rate limiter of the link passes the first bytes immediately."""
+
+_connected: WeakSet[dist.ProcessGroup | None] = WeakSet()
+"""NCCL groups that have connected for all-reduces of all sizes."""
 
 _DEADLINE = timedelta(seconds=60)
 """Time after which a rank that does not answer is considered lost: all were present a moment before."""
@@ -70,7 +77,7 @@ def connect(device: torch.device) -> None:
 
     Raises the same errors as `measured_link`.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and dist.group.WORLD not in _connected:
         with _together("while the ranks were connected", device):
             _sums(device)
 
@@ -94,7 +101,7 @@ def _together(when: str, device: torch.device) -> Iterator[None]:
 
 def _sums(device: torch.device) -> Sequence[Sequence[Tensor]]:
     """The tensors to all-reduce, in increasing size, the same on all ranks."""
-    sizes = [1024 * 4**i for i in range(_NUM_SIZES[device.type])]
+    sizes = _SIZES[device.type]
     memory = torch.empty(sizes[-1] // 4, dtype=torch.float32, device=device).zero_()
     _of_the_slowest([0.0], device)  # waits for the last rank
     bucket = CPU_BUCKET_BYTES if device.type == "cpu" else BUCKET_BYTES
@@ -104,6 +111,7 @@ def _sums(device: torch.device) -> Sequence[Sequence[Tensor]]:
         # size: this can take longer than all rounds of one size.
         for flats in sums:
             _seconds_of(flats, device)
+        _connected.add(dist.group.WORLD)
     return sums
 
 
@@ -135,8 +143,11 @@ def _of_the_slowest(own: Sequence[float], device: torch.device) -> list[float]:
 
 
 def _wait(works: Sequence[Any], device: torch.device) -> None:
+    if device.type == "cpu":
+        for work in works:
+            work.wait(_DEADLINE)
+        return
+    # With a timeout NCCL polls for completion only at intervals; the group has its own timeout.
     for work in works:
-        # With a timeout NCCL polls for completion only at intervals; the group has its own timeout.
-        work.wait(_DEADLINE) if device.type == "cpu" else work.wait()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        work.wait()
+    torch.cuda.synchronize(device)

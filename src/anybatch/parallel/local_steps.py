@@ -188,14 +188,20 @@ class LocalSteps(DistributedGroup):
 def _average_buffers(model: nn.Module, part: float, device: torch.device) -> None:
     """Replace floating-point buffers by their weighted means over the ranks, and integer buffers
     (counts) by the maximum."""
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            wide = torch.promote_types(buffer.dtype, torch.float32)
-            crossing, op = buffer.detach().to(device, wide) * part, dist.ReduceOp.SUM
-        elif not buffer.is_complex():
-            crossing, op = buffer.detach().to(device, torch.int64, copy=True), dist.ReduceOp.MAX
-        else:
-            continue
-        crossing = crossing.contiguous()
-        dist.all_reduce(crossing, op=op)
-        buffer.copy_(crossing)
+    buffers = list(model.buffers())
+    floating = [b for b in buffers if b.is_floating_point()]
+    counts = [b for b in buffers if not b.is_floating_point() and not b.is_complex()]
+    if floating:
+        wide = torch.float64 if any(b.dtype == torch.float64 for b in floating) else torch.float32
+        flat = torch.cat([b.detach().to(device, wide).reshape(-1) for b in floating]).mul_(part)
+        dist.all_reduce(flat)
+        _pour(flat, floating)
+    if counts:
+        flat = torch.cat([b.detach().to(device, torch.int64).reshape(-1) for b in counts])
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX)
+        _pour(flat, counts)
+
+
+def _pour(flat: Tensor, into: Sequence[Tensor]) -> None:
+    for tensor, piece in zip(into, flat.split([t.numel() for t in into]), strict=True):
+        tensor.copy_(piece.view(tensor.shape))

@@ -10,6 +10,7 @@ from anybatch.planner.make import make_plan as make_plan
 from anybatch.planner.make import untraced_plan as untraced_plan
 from anybatch.planner.ranks import Layout as Layout
 from anybatch.planner.ranks import layouts_of as layouts_of
+from anybatch.planner.ranks import least_budget as least_budget
 from anybatch.planner.remembered import Remembered as Remembered
 from anybatch.planner.remembered import key_of as key_of
 from anybatch.planner.setting import Wishes as Wishes

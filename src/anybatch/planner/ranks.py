@@ -18,12 +18,13 @@ from anybatch.compute.buckets import check_divisible
 from anybatch.compute.ghost_norm import cut_norms
 from anybatch.compute.low_bit_optimizers import check_whole
 from anybatch.data import divided_ghosts, ghosts, share
-from anybatch.errors import InputError
+from anybatch.errors import InputError, as_setting
 from anybatch.estimate import Subject, sums_of
 from anybatch.estimate.seconds import tabulated_link
 from anybatch.estimate.sharding import Division, parts_of
 from anybatch.machine import Device, DeviceKind
 from anybatch.plans import Balancing, Exchange, Link, Norms, Parallel, Plan, Sharding, StatesOn
+from anybatch.units import format_bytes
 
 WHOLLY, EXACT = Sharding(), Exchange()
 """Defaults: all ranks divide one model, and they exchange everything in every step."""
@@ -47,6 +48,11 @@ def budget_for(peak_bytes: int, kind: DeviceKind) -> int:
     while least - reserve_of(least, kind) < peak_bytes:  # compensates for rounding
         least += 1
     return least
+
+
+def least_budget(num_bytes: int) -> str:
+    """`num_bytes` and the setting for a budget of as many, for a message that asks for more memory."""
+    return f"{format_bytes(num_bytes)} ({as_setting('memory', f'{-(-num_bytes // (1 << 20))}MiB')})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anybatch.compute.low_bit_optimizers import state_kinds
 from anybatch.compute.optimizer_update import can_part
-from anybatch.errors import NoPlanFits, as_setting
+from anybatch.errors import NoPlanFits
 from anybatch.estimate import Subject
 from anybatch.machine import Device
 from anybatch.planner.costs import Costs
 from anybatch.planner.knobs import Knob, knobs
-from anybatch.planner.ranks import Layout, budget_for
+from anybatch.planner.ranks import Layout, budget_for, least_budget
 from anybatch.plans import Choice, Precision, Recompute
 from anybatch.task import parameters_in
 from anybatch.units import format_bytes, format_seconds
@@ -62,8 +62,7 @@ def no_plan_fits(device: Device, what: str, peak_bytes: int, more: str, at: str 
     least = budget_for(peak_bytes, device.kind)
     return NoPlanFits(
         f"no plan fits the budget of {format_bytes(device.budget_bytes)}: {what} is predicted to need"
-        f" {format_bytes(peak_bytes)}{at}. Give it at least {format_bytes(least)}"
-        f" ({as_setting('memory', f'{-(-least // (1 << 20))}MiB')}){more}",
+        f" {format_bytes(peak_bytes)}{at}. Give it at least {least_budget(least)}{more}",
         least_bytes=least,
     )
 

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 from anybatch.compute import Replica
 from anybatch.engine import Rehearsed, held_bytes
-from anybatch.errors import NoPlanFits, as_setting
+from anybatch.errors import NoPlanFits
 from anybatch.machine import DeviceKind
 from anybatch.planner.costs import Sizes
 from anybatch.planner.kernel_rule import in_default_layout
-from anybatch.planner.ranks import budget_for, reserve_of
+from anybatch.planner.ranks import budget_for, least_budget, reserve_of
 from anybatch.plans import Choice, KernelChoices, Plan, Prediction
 from anybatch.units import format_bytes
 
@@ -339,7 +339,7 @@ class Rehearsing:
         least = budget_for(peak + reserve_of(peak, self._kind), self._kind)
         told += (
             f"the leanest was measured to need {format_bytes(peak)} ({choice.describe()}). Give it at"
-            f" least {format_bytes(least)} ({as_setting('memory', f'{-(-least // (1 << 20))}MiB')})."
+            f" least {least_budget(least)}."
         )
         return NoPlanFits(told, least_bytes=least)
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from anybatch.errors import InputError, as_setting, worded
+from anybatch.errors import InputError, as_setting
 from anybatch.events import (
     Evaluated,
     Event,
@@ -172,7 +172,7 @@ def run_folder(folder: Path, resume: bool = False, again: bool = False) -> Itera
         if not resume and (step := unfinished_step(folder)) is not None:
             raise InputError(
                 f"{folder} holds a run that is not finished, with checkpoints (step {step}): resume it"
-                f" with {worded('resume=True', '--resume')}, give another folder, or remove this one."
+                f" with {as_setting('resume', True)}, give another folder, or remove this one."
             )
         yield folder
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from anybatch.errors import InputError, listed, worded
+from anybatch.errors import InputError, as_setting, listed
 from anybatch.parallel import SingleDevice
 from anybatch.process.files import whole_folder
 from anybatch.recipes.quantized import dequantize
@@ -314,7 +314,7 @@ def _check_free(run: PastRun, target: Path, form: Format, force: bool) -> None:
     if not force:
         raise InputError(
             f"{target} is there already: name another, or replace it with"
-            f" {worded('force=True', '--force')}."
+            f" {as_setting('force', True)}."
         )
 
 

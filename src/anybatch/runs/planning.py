@@ -19,7 +19,7 @@ from anybatch.batch_rule import rule_text
 from anybatch.compute.determinism import one_thread
 from anybatch.compute.precision import check_available, precision_notices
 from anybatch.data import is_map_style, largest_batch, num_samples_of
-from anybatch.errors import InputError, NoPlanFits, as_setting, worded
+from anybatch.errors import InputError, NoPlanFits, worded
 from anybatch.estimate import Subject, allocator_notices, few_collections, subject_of
 from anybatch.launch import find
 from anybatch.machine import Device, Machine
@@ -34,6 +34,7 @@ from anybatch.planner import (
     is_enforced,
     key_of,
     layouts_of,
+    least_budget,
     make_plan,
 )
 from anybatch.plans import (
@@ -458,10 +459,9 @@ def _measured_refusal(
             return refused
         needs, budget = measured.least_bytes, devices[0].budget_bytes
         _, line, predicted = str(refused).partition("\n")
-        given = as_setting("memory", f"{-(-needs // (1 << 20))}MiB")
         return NoPlanFits(
             f"no plan fits the budget of {format_bytes(budget)}: as measured on this device, give it at"
-            f" least {format_bytes(needs)} ({given}).{line}{predicted}",
+            f" least {least_budget(needs)}.{line}{predicted}",
             least_bytes=needs,
         )
     except Exception:  # an error of the user's code will be raised again, and reported, in the run

@@ -117,5 +117,5 @@ def check_has_weights(run: PastRun) -> None:
         state = "has finished, and its weights are gone" if run.finished else "has not finished"
         raise InputError(
             f"the run in {run.folder} {state}, and it has no checkpoint: there are no weights in it."
-            f" Train on ({worded('resume=True', '--resume')}) until it has saved some."
+            f" Train on ({as_setting('resume', True)}) until it has saved some."
         )
