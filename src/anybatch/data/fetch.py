@@ -99,9 +99,13 @@ class SampleFetch:
 
     Args:
         dataset, collate, seed: see `Task`.
+
+    Attributes:
+        on_sample: called after every sample to report progress; None: no callback.
     """
 
     def __init__(self, dataset: Any, collate: Collate | None, seed: int) -> None:
+        self.on_sample: Callable[[], None] | None = None
         self._dataset = dataset
         self._source, self._subset = _unwrapped(dataset)
         self._collate: Collate = collate or default_collate
@@ -152,7 +156,7 @@ class SampleFetch:
             indices = self._begin(piece)
             if many is None:
                 for index in indices:  # not map(): a sample that raises StopIteration would end it
-                    yield self._source[index]
+                    yield self._sample(index)
                 continue
             samples = many(indices)
             if len(samples) != len(indices):
@@ -171,7 +175,7 @@ class SampleFetch:
             seed_by(key)
             seed_each(self._own or (), key)
             try:
-                sample = self._source[inner]
+                sample = self._sample(inner)
             except Exception as error:
                 if is_memory_error(error):
                     raise
@@ -189,6 +193,13 @@ class SampleFetch:
         for piece in request:
             for index, inner in zip(piece.indices.tolist(), self._begin(piece), strict=True):
                 yield piece.epoch, index, inner
+
+    def _sample(self, index: int) -> Any:
+        try:
+            return self._source[index]
+        finally:
+            if self.on_sample is not None:
+                self.on_sample()
 
     def _collated(self, request: Request, samples: list[Any]) -> Any:
         names = [(piece.epoch, index) for piece in request for index in piece.indices.tolist()]

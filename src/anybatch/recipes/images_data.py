@@ -16,7 +16,8 @@ from __future__ import annotations
 import errno
 import math
 import os
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 HELD_OUT_NAMES = ("val", "valid", "validation")
+_TRIES = 10  # attempts to find a crop inside the image
 _CENTRE = 0.875  # fraction of the shorter side, in evaluation: the usual 224 of 256 pixels
 _ASPECTS = (3 / 4, 4 / 3)
 
@@ -68,14 +70,18 @@ class RandomCrop:
 
     def _box(self, width: int, height: int) -> tuple[float, float, float, float]:
         low, high = (math.log(aspect) for aspect in _ASPECTS)
-        area, aspect, x, y = torch.rand(4).tolist()
-        taken = width * height * (self.smallest + (1 - self.smallest) * area)
-        ratio = math.exp(low + (high - low) * aspect)
-        # A side that would exceed the image is cut to it, and the other one made longer.
-        across = min(width, max(math.sqrt(taken * ratio), taken / height))
-        down = min(height, taken / across)
-        left, top = x * (width - across), y * (height - down)
-        return left, top, left + across, top + down
+        for _ in range(_TRIES):
+            area, aspect, x, y = torch.rand(4).tolist()
+            taken = width * height * (self.smallest + (1 - self.smallest) * area)
+            ratio = math.exp(low + (high - low) * aspect)
+            across, down = math.sqrt(taken * ratio), math.sqrt(taken / ratio)
+            if across <= width and down <= height:
+                left, top = x * (width - across), y * (height - down)
+                return left, top, left + across, top + down
+        # The image is so long that no drawn shape fits: the middle, of the least area.
+        across = min(width, max(height, self.smallest * width))
+        down = min(height, max(width, self.smallest * height))
+        return (width - across) / 2, (height - down) / 2, (width + across) / 2, (height + down) / 2
 
 
 @dataclass(frozen=True)
@@ -136,14 +142,17 @@ def opened(path: str) -> Image:
 def find(folder: Path, held_out: float, seed: int) -> Found:
     """Lists the images in `folder`; see the module for its layout. If the folder has no held-out part,
     about the fraction `held_out` of each class is held out, chosen by `seed` and the file names alone.
-    Hidden files, and files without an image suffix, are skipped.
+
+    Hidden files are skipped. Other files without an image suffix are skipped with a warning that names
+    some of them.
 
     Raises `InputError` if the folder does not exist, it has fewer than two classes, a class has no
     images, or a held-out class is not among the training classes.
     """
     if not folder.is_dir():
+        what = "is a file" if folder.exists() else "is not there"
         raise InputError(
-            f"the folder of images {str(folder)!r} is not a folder: give one that has a folder for each"
+            f"the folder of images {str(folder)!r} {what}: give a folder that has a folder for each"
             " class (-s data=FOLDER)."
         )
     train = folder / "train"
@@ -151,26 +160,29 @@ def find(folder: Path, held_out: float, seed: int) -> Found:
     root = train if train.is_dir() and _folders(train) else folder
     classes = _folders(root)
     if len(classes) < 2:
-        raise InputError(
-            f"the folder of images {str(root)!r} has a folder for {len(classes)} classes: give one that"
-            " has a folder for each of two classes or more."
-        )
-    files = _images(root, classes)
+        raise InputError(_too_few(root, classes))
+    passed_over: list[str] = []
+    files = list(_images(root, classes, passed_over))
     labels = {label for _, label in files}
-    if empty := [name for label, name in enumerate(classes) if label not in labels]:
+    empty = [name for label, name in enumerate(classes) if label not in labels]
+    if empty:
         raise InputError(
-            f"{str(root)!r} has no image of {some(empty)}: put some there ({', '.join(SUFFIXES)}), or"
-            " remove the folder."
+            f"{str(root)!r} has no image of the class{'es' if len(empty) > 1 else ''}"
+            f" {some(empty)}: put some there ({', '.join(SUFFIXES)}), or remove the folder."
         )
     own = next((folder / n for n in HELD_OUT_NAMES if (folder / n).is_dir()), None)
-    if root is not train or own is None:
-        return Found(classes, *_divided(files, held_out, seed))
-    if unknown := [name for name in _folders(own) if name not in classes]:
-        raise InputError(
-            f"{str(own)!r} has a folder for {some(unknown)}, of which {str(root)!r} has no image: put"
-            " some there, or remove the folder."
+    if root is train and own is not None:
+        _check_classes(own, root, classes)
+        parts = files, list(_images(own, classes, passed_over))
+    else:
+        parts = _divided(files, held_out, seed)
+    if passed_over:
+        warnings.warn(
+            f"{len(passed_over):,} file{'s' if len(passed_over) > 1 else ''} in {str(folder)!r} that"
+            f" by name are no images are left out: {some(passed_over)}.",
+            stacklevel=3,
         )
-    return Found(classes, files, _images(own, classes))
+    return Found(classes, *parts)
 
 
 # -------------------------------------------------------------------------------------- the pixels
@@ -204,18 +216,20 @@ def _folders(folder: Path) -> list[str]:
         return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
 
 
-def _images(root: Path, classes: Sequence[str]) -> Files:
-    """Returns the images of each class, from its folder in `root` and the subfolders, in order."""
-    found: Files = []
+def _images(
+    root: Path, classes: Sequence[str], passed_over: list[str]
+) -> Iterator[tuple[str, int]]:
+    """Yields the images of each class, from its folder in `root` and the subfolders, sorted in each
+    folder. Appends other files to `passed_over`."""
     for label, name in enumerate(classes):
         for place, inner, names in os.walk(root / name, followlinks=True):
             inner[:] = sorted(name for name in inner if not name.startswith("."))
-            found += [
-                (os.path.join(place, name), label)
-                for name in sorted(names)
-                if not name.startswith(".") and name.lower().endswith(SUFFIXES)
-            ]
-    return found
+            for name in sorted(name for name in names if not name.startswith(".")):
+                path = os.path.join(place, name)
+                if name.lower().endswith(SUFFIXES):
+                    yield path, label
+                else:
+                    passed_over.append(path)
 
 
 def _divided(files: Files, held_out: float, seed: int) -> tuple[Files, Files]:
@@ -234,3 +248,26 @@ def _divided(files: Files, held_out: float, seed: int) -> tuple[Files, Files]:
         for number, file in enumerate(of_class):
             (out if number in chosen else kept).append(file)
     return kept, out
+
+
+def _check_classes(folder: Path, train: Path, classes: Sequence[str]) -> None:
+    unknown = [name for name in _folders(folder) if name not in classes]
+    if unknown:
+        raise InputError(
+            f"{str(folder)!r} has the class{'es' if len(unknown) > 1 else ''} {some(unknown)}, of"
+            f" which {str(train)!r} has no image: put some there, or remove the folder."
+        )
+
+
+def _too_few(root: Path, classes: Sequence[str]) -> str:
+    loose = sum(1 for path in root.iterdir() if path.suffix.lower() in SUFFIXES)
+    if classes:
+        has = f"has one class only ({classes[0]!r})"
+    elif loose:
+        has = f"has {loose:,} images, but no folder for each class"
+    else:
+        has = "has no folder in it"
+    return (
+        f"the folder of images {str(root)!r} {has}: give one that has a folder for each of two classes"
+        " or more."
+    )

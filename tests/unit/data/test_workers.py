@@ -103,12 +103,24 @@ def test_a_worker_that_dies_is_reported_and_replaced(loader):
     each = loader(Deadly(10), shuffle=False, num_workers=1)
     each.begin(0, whole(4))
     with pytest.raises(
-        DataError, match=r"has died, while samples (0, 1, 2, 3|4, 5, 6, 7) \(epoch 0\) of"
+        DataError, match=r"has died while it loaded samples 4, 5, 6, 7 \(epoch 0\) of"
     ):
         for _ in steps_of(each):
             pass
     each.begin(0, whole(1))
     assert next(each.next_step().micro_batches).tolist() == [0]
+
+
+def unpicklable(samples):
+    return lambda: samples
+
+
+def test_a_batch_that_is_lost_on_its_way_is_not_waited_for_without_end(loader, monkeypatch):
+    monkeypatch.setattr(workers, "DEADLINE_SECONDS", 1.0)
+    each = loader(Numbers(10), num_workers=1, collate=unpicklable)
+    each.begin(0, whole(4))
+    with pytest.raises(DataError, match=r"has not come in 1 s, and no worker .* cannot be pickled"):
+        next(each.next_step().micro_batches)
 
 
 @pytest.mark.parametrize(

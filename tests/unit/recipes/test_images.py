@@ -82,29 +82,31 @@ def test_a_class_of_one_image_has_it_to_learn_from(folder):
     assert 0 not in labels(found.held_out)
 
 
-def test_files_that_are_no_images_by_name_are_left_out(folder):
+def test_files_that_are_no_images_by_name_are_left_out_and_told(folder):
     (folder / "dark" / "notes.txt").write_text("dark")
     (folder / "dark" / ".DS_Store").write_text("")
     (folder / ".hidden").mkdir()
-    assert len(find(folder, 0.0, 0).train) == 15
+    with pytest.warns(UserWarning, match=r"1 file .* left out: .*notes.txt"):
+        assert len(find(folder, 0.0, 0).train) == 15
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda f: None, r"is not a folder: give one"),
-        (lambda f: f.write_text(""), r"is not a folder: give one"),
-        (lambda f: f.mkdir(), r"a folder for 0 classes: give one .* two classes or more"),
-        (lambda f: painted(f / "cat" / "a.png"), r"a folder for 1 classes: give one"),
+        (lambda f: None, r"is not there: give a folder"),
+        (lambda f: f.write_text(""), r"is a file: give a folder"),
+        (lambda f: f.mkdir(), r"has no folder in it: give one .* two classes or more"),
+        (lambda f: painted(f / "a.png"), r"has 1 images, but no folder for each class"),
+        (lambda f: painted(f / "cat" / "a.png"), r"one class only \('cat'\)"),
         (
             lambda f: (painted(f / "cat" / "a.png"), (f / "dog").mkdir()),
-            r"no image of 'dog': put some there",
+            r"no image of the class 'dog': put some there",
         ),
         (
             lambda f: [
                 painted(f / p / "a.png") for p in ("train/cat", "train/dog", "val/cow", "val/dog")
             ],
-            r"has a folder for 'cow', of which '.*train' has no image",
+            r"has the class 'cow', of which '.*train' has no image",
         ),
     ],
 )
