@@ -1,12 +1,12 @@
-"""How near is the predicted peak to the one that the operating system measures? One command:
+"""How close is the peak that a plan states to the one that the operating system measures? One command:
 
     python benchmarks/memory/run.py [--only NAME ...] [--variants VARIANT ...] [--jobs N]
                                     [--threads N] [--name FILE]
 
-Each cell (a model under a variant) trains three steps in a process of its own, under a budget that is
-held, and compares what was predicted with what the kernel counted, and with the time of a step. Nothing
-that earlier runs have taught is used. Beside it stand torch's MemTracker and Accelerate's estimator,
-asked about the same model, batch and optimizer.
+Each cell (a model under a variant) trains three steps in its own process, under an enforced budget, and
+compares the peak and the step time of the plan, as rehearsed and as traced, with those measured.
+Nothing learned in earlier runs is used. Torch's MemTracker and Accelerate's estimator are asked about
+the same model, batch and optimizer.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.memory.models import KINDS
 
+from anybatch.planner.ranks import reserve_of
+
 RESULTS = Path(__file__).parents[1] / "results"
 VARIANTS = ("plain", "accumulated", "recomputed", "bf16")
 OF_WORDS = ("lstm", "gpt, tied", "gpt, untied", "experts")
@@ -38,7 +40,7 @@ WITH_LSTM = ("lstm", "speech")
 OF_IMAGES = ("convolutional", "residual", "vgg16", "u-net")
 CHANNELS_LAST = "channels last"
 BUDGET = "6GiB"
-TINY_BYTES = 16 << 20
+LEAST_BYTES = 64 << 20
 LEAST_SECONDS, MOST_IDLE = 0.02, 0.1
 BLOCKS = {"u-net": "down.*,join.*", "speech": "layers.*"}
 
@@ -65,14 +67,35 @@ def can_run(name: str, variant: str) -> bool:
 
 
 def measure(name: str, variant: str, steps: int | None = None) -> dict[str, Any]:
-    """One cell; called in a process of its own where the process is what is measured. `steps`: another
-    number of them."""
+    """Run one cell in this process and compare it with the plan of a trace.
+
+    Args:
+        steps: number of steps; None: that of the task.
+    """
     import anybatch as ab
 
     task, plan = task_and_plan(name, variant)
     if steps is not None:
         task = replace(task, steps=steps)
-    ended = ab.train(task, plan=plan, progress=False).ended
+    return _compared(name, variant, ab.train(task, plan=plan, progress=False).ended)
+
+
+def measure_rehearsed(name: str, variant: str) -> dict[str, Any]:
+    """Run one cell in this process as a user would, with a rehearsal."""
+    import anybatch as ab
+
+    _, traced = task_and_plan(name, variant)
+    task, options = _task_and_options(name, variant)
+    ended = ab.train(task, rehearsal=True, progress=False, **options).ended
+    told = traced.prediction
+    return {
+        **_compared(name, variant, ended),
+        "traced_bytes": told and told.peak_bytes,
+        "traced_seconds": told and told.step_seconds,
+    }
+
+
+def _compared(name: str, variant: str, ended: Any) -> dict[str, Any]:
     return {
         "model": name,
         "variant": variant,
@@ -87,23 +110,24 @@ def measure(name: str, variant: str, steps: int | None = None) -> dict[str, Any]
 
 
 def task_and_plan(name: str, variant: str, machine: Any = None) -> tuple[Any, Any]:
-    """What a cell trains, and how: here, or on `machine`."""
+    """The task of a cell, and its plan without a rehearsal, for this machine or for `machine`."""
     import anybatch as ab
 
+    task, options = _task_and_options(name, variant)
+    return task, ab.plan(task, machine, rehearsal=False, **options)
+
+
+def _task_and_options(name: str, variant: str) -> tuple[Any, dict[str, Any]]:
     kind = KINDS[name]
     if variant == CHANNELS_LAST:
         kind = kind.channels_last()
-    task = kind.task(name)
-    plan = ab.plan(
-        task,
-        machine,
-        memory=BUDGET,
-        precision="bf16" if variant.endswith("bf16") else "fp32",
-        micro_batch=kind.batch // 4 if variant == "accumulated" else kind.batch,
-        recompute=BLOCKS.get(name, "all") if variant == "recomputed" else "none",
-        chunked_loss=variant in CHUNKED,
-    )
-    return task, plan
+    return kind.task(name), {
+        "memory": BUDGET,
+        "precision": "bf16" if variant.endswith("bf16") else "fp32",
+        "micro_batch": kind.batch // 4 if variant == "accumulated" else kind.batch,
+        "recompute": BLOCKS.get(name, "all") if variant == "recomputed" else "none",
+        "chunked_loss": variant in CHUNKED,
+    }
 
 
 def others(name: str, variant: str, device: str = "cpu") -> dict[str, Any]:
@@ -184,36 +208,39 @@ def _error(cell: dict[str, Any], key: str = "predicted_bytes") -> float | None:
 
 def table(cells: list[dict[str, Any]], threads: int) -> str:
     """The results as Markdown."""
-    titles = "measured MiB", "predicted MiB", "error", "MemTracker", "Accelerate"
-    titles = *titles, "measured s", "predicted s"
+    titles = "measured MiB", "rehearsed", "traced", "MemTracker", "Accelerate"
+    titles = *titles, "measured s", "rehearsed s", "traced s"
     lines = [f"| model | variant | {' | '.join(titles)} |", f"|---|---|{'---:|' * len(titles)}"]
+    keys = "predicted_bytes", "traced_bytes", "mem_tracker_bytes", "accelerate_bytes"
     for cell in cells:
-        errors = [_error(cell, key) for key in ("mem_tracker_bytes", "accelerate_bytes")]
-        rest = " | ".join("-" if e is None else f"{e:+.0%}" for e in errors)
+        errors = [_error(cell, key) for key in keys]
+        told = " | ".join("-" if e is None else f"{e:+.1%}" for e in errors)
         lines.append(
             f"| {cell['model']} | {cell['variant']} | {cell['measured_bytes'] / 2**20:.1f}"
-            f" | {cell['predicted_bytes'] / 2**20:.1f} | {_error(cell):+.2%} | {rest}"
-            f" | {_seconds_of(cell)} |"
+            f" | {told} | {_seconds_of(cell)} |"
         )
-    large = [c for c in cells if c["measured_bytes"] >= TINY_BYTES]
-    errors = [e for c in large if (e := _error(c)) is not None]
-    below = sum((_error(c) or 0) < 0 for c in cells)
-    summary = f"Below the measured one: {below} of all {len(cells)} cells."
-    if errors:
-        summary = (
-            f"{len(large)} cells of 16 MiB and more: median error"
-            f" {statistics.median(map(abs, errors)):.2%}, largest {max(errors, key=abs):+.2%}."
-            f" {summary}"
-        )
-    lines += [
-        "",
-        summary,
-        "",
-        _of_seconds(cells),
-        "",
-        f"{platform.processor() or platform.machine()}, {threads} threads, {platform.platform()}.",
-    ]
+    lines += ["", _of_bytes(cells, "predicted_bytes", "Rehearsed")]
+    lines += ["", _of_bytes(cells, "traced_bytes", "Traced")]
+    lines += ["", _of_seconds(cells, "predicted_seconds", "rehearsed")]
+    lines += ["", _of_seconds(cells, "traced_seconds", "traced"), ""]
+    processor = platform.processor() or platform.machine()
+    lines += [f"{processor}, {threads} threads, {platform.platform()}."]
     return "\n".join(lines) + "\n"
+
+
+def _of_bytes(cells: list[dict[str, Any]], key: str, how: str) -> str:
+    """How close the peaks under `key` are to the measured ones."""
+    large = [c for c in cells if c["measured_bytes"] >= LEAST_BYTES]
+    errors = [e for c in large if (e := _error(c, key)) is not None]
+    if not errors:
+        return f"{how}: no peaks to compare."
+    below = [c for c in large if (_error(c, key) or 0) < 0]
+    short = [c for c in below if c["measured_bytes"] - c[key] > reserve_of(c[key], "cpu")]
+    return (
+        f"{how} peaks of {len(large)} cells of {LEAST_BYTES >> 20} MiB and more: median error"
+        f" {statistics.median(map(abs, errors)):.1%}, from {min(errors):+.1%} to {max(errors):+.1%};"
+        f" {len(below)} below the measured one, {len(short)} of them by more than the reserve."
+    )
 
 
 def _is_disturbed(cell: dict[str, Any]) -> bool:
@@ -221,25 +248,25 @@ def _is_disturbed(cell: dict[str, Any]) -> bool:
 
 
 def _seconds_of(cell: dict[str, Any]) -> str:
-    """Measured and predicted; not of a cell that other processes disturbed."""
+    """Measured, rehearsed and traced step time; dashes for a cell that other processes disturbed."""
     if _is_disturbed(cell):
-        return "- | -"
-    return f"{cell['measured_seconds']:.3f} | {cell['predicted_seconds']:.3f}"
+        return "- | - | -"
+    keys = "measured_seconds", "predicted_seconds", "traced_seconds"
+    return " | ".join("-" if cell.get(key) is None else f"{cell[key]:.3f}" for key in keys)
 
 
-def _of_seconds(cells: list[dict[str, Any]]) -> str:
-    """How near the predicted times of a step are; without those of milliseconds, and of cells that
-    other processes disturbed."""
+def _of_seconds(cells: list[dict[str, Any]], key: str, how: str) -> str:
+    """How close the step times under `key` are, without steps of milliseconds and disturbed cells."""
     counted = [
-        cell["predicted_seconds"] / cell["measured_seconds"]
+        cell[key] / cell["measured_seconds"]
         for cell in cells
-        if cell["measured_seconds"] > LEAST_SECONDS and not _is_disturbed(cell)
+        if cell.get(key) and cell["measured_seconds"] > LEAST_SECONDS and not _is_disturbed(cell)
     ]
     if len(counted) < 2:
         return "No times to compare."
     tenths = statistics.quantiles(counted, n=10)
     return (
-        f"Times of a step, predicted by measured, of {len(counted)} cells: median"
+        f"Step times, {how} / measured, of {len(counted)} cells: median"
         f" {statistics.median(counted):.2f}, from {min(counted):.2f} to {max(counted):.2f}; four fifths"
         f" of them from {tenths[0]:.2f} to {tenths[-1]:.2f}."
     )
@@ -257,7 +284,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.cell:
         name, variant, what = given.cell
-        print(json.dumps(measure(name, variant) if what == "own" else others(name, variant)))
+        ask = measure_rehearsed if what == "own" else others
+        print(json.dumps(ask(name, variant)))
         return
 
     def cell_of(named: tuple[str, str]) -> dict[str, Any]:
@@ -273,15 +301,16 @@ def main() -> None:
             if not given.variants or variant in given.variants
         ]
         cells = list(pool.map(cell_of, [one for one in named if can_run(*one)]))
+    if not given.only:
+        RESULTS.mkdir(exist_ok=True)
+        data = json.dumps(cells, indent=2) + "\n"
+        (RESULTS / f"{given.name}.json").write_text(data, encoding="utf-8")
     text = table(cells, given.threads)
     if missing := [", ".join(one) for one in named if not can_run(*one)]:
         text += f"\nTorch cannot compute on this CPU: {'; '.join(missing)}.\n"
     print(text)
     if not given.only:
-        RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"{given.name}.md").write_text(text, encoding="utf-8")
-        data = json.dumps(cells, indent=2) + "\n"
-        (RESULTS / f"{given.name}.json").write_text(data, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ standard error; at the timeout of the process group it raises `PeerLost`.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import warnings
@@ -311,6 +312,7 @@ class Step:
         self._num_steps = 0
         self._written: dict[str, None] = {}  # buffers that traced passes wrote to
         self._own: Plan | None = None  # made from this rank's samples
+        self._trials: list[tuple[Choice, int]] = []  # of the current batch, with their peaks
         self._planned_for = 0  # samples of this rank
         self._largest = 0  # size of a batch of this rank so far
         self._is_outgrown = False  # whether the plan of some rank is
@@ -570,6 +572,7 @@ class Step:
         and otherwise a plan that cuts. All ranks call it. `fits`: whether it may fit on this rank."""
         group, tells = self._group, self._num_steps > 0
         size = self._planned_for
+        self._trials.clear()
         what = "a batch that is larger than those before" if tells else "the batch"
         remembered = self._remembered(batch, size) if fits else None
         known = remembered.recall(self._where)[0] if remembered is not None else None
@@ -652,11 +655,11 @@ class Step:
         room = (plan.budget_bytes or 0) - plan.reserve_bytes
         used = self._meter.used_bytes()
         fixed = used + sum(p.nbytes for p in self._replica.parameters if p.requires_grad)
-        is_run = True
+        is_run, is_tried = True, False
 
         def rehearse(choice: Choice, kernels: KernelChoices | None) -> Rehearsed | None:
-            nonlocal is_run
-            if size >= _LEAST_QUARTERED and kernels is None:
+            nonlocal is_run, is_tried
+            if size >= _LEAST_QUARTERED and not is_tried:
                 about = self._estimated(engine, batch, choice, size, fixed, room)
                 if about is None:
                     return None
@@ -665,6 +668,7 @@ class Step:
                 if is_far or (needs_little and about.peak_bytes < room // 2):
                     is_run = False
                     return about
+            is_tried = True
             return self._run(engine, batch, choice, size, most=2, kernels=kernels)
 
         # Cutting is faster than returning freed memory, unless BatchNorm normalizes over the whole.
@@ -738,10 +742,23 @@ class Step:
             size = choice.micro_batch
             is_last = size <= plan.task.unit or plan.budget_bytes is None
             enough = None if is_last else room  # a smaller one will be tried
+            if enough is not None and (peak := self._known_peak(choice)) > enough:
+                return Rehearsed(math.inf, peak, fits=False)
             return self._run(engine, batch, choice, size, REHEARSED_PASSES, kernels, enough)
 
         found = Rehearsing(plan, self._replica, rehearse, used, is_fixed=is_fixed).plan()
         return None if found is None else as_measured(found, plan)
+
+    def _known_peak(self, choice: Choice) -> int:
+        """Bytes that passes under `choice` need at least, from trials of the same kind over at most as
+        many samples; 0 if there were none."""
+        alike = (
+            peak
+            for tried, peak in self._trials
+            if (tried.kind, tried.precision) == (choice.kind, choice.precision)
+            and tried.micro_batch <= choice.micro_batch
+        )
+        return max(alike, default=0)
 
     def _run(
         self,
@@ -760,9 +777,12 @@ class Step:
         tried = choice.model_copy(update=changes)
         try:
             with Borrowed(), self._meter.aside():
-                return engine.rehearsal.run(
+                found = engine.rehearsal.run(
                     self._num_steps, source, tried, engine.plan.choice, most, kernels, enough
                 )
+            if found is not None and kernels is None:
+                self._trials.append((tried, found.peak_bytes))
+            return found
         finally:
             self._copies.put_back()
 

@@ -128,6 +128,21 @@ def test_heaps_of_threads_that_have_ended_widen_no_budget():
 
 
 @alone
+def test_threads_that_a_script_starts_between_steps_widen_no_budget():
+    loss, model, done = Greedy(), nn.Linear(4, 2), threading.Event()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with ab.Step(model, optimizer, loss, memory=f"{BUDGET}MiB") as step:
+        step(X)
+        threads = [threading.Thread(target=done.wait, daemon=True) for _ in range(32)]
+        for thread in threads:
+            thread.start()
+        assert_held(step, loss)
+        done.set()
+        for thread in threads:
+            thread.join()
+
+
+@alone
 def test_memory_that_steps_leave_and_the_script_drops_uses_up_no_budget():
     loss, left = Greedy(), list[Tensor]()
 

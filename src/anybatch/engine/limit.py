@@ -300,13 +300,13 @@ def make_limit(plan: Plan, device: torch.device, counted: Iterable[object] = ())
         plan: provides the budget and whether it is enforced.
         device: device of this rank.
         counted: modules and optimizers that were built before: their memory is already in the process
-            and counts toward the budget. Other objects are ignored.
+            and counts as memory of training. Other objects are ignored.
     """
     budget = plan.budget_bytes if plan.enforced else None
     if device.type == "cuda":
         return CudaLimit(device, budget, plan.kernels.autotune)
     compiles = plan.kernels.compile or compilation.is_loaded()
-    return CpuLimit(budget, 0 if budget is None else held_bytes(counted), compiles)
+    return CpuLimit(budget, held_bytes(counted), compiles)
 
 
 def held_bytes(owners: Iterable[object]) -> int:

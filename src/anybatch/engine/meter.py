@@ -13,8 +13,9 @@ import torch
 
 from anybatch.process.cuda_driver import beside_bytes, release_unused, release_workspaces
 from anybatch.process.process_memory import (
-    filled_addresses,
+    InUse,
     free_in_heap,
+    in_use,
     reset_peak,
     status,
     statuses,
@@ -81,7 +82,7 @@ class CpuMeter(Meter):
         self._files = status("RssFile") if self._exact else 0
         there = self._process.memory_info().rss
         self._baseline = there - counted_bytes
-        self._script = ScriptBytes(self._filled())
+        self._script = ScriptBytes(self._in_use())
         self._most = {"total": 0}
         self._lap = 0  # peak bytes of the process since the lap began, before this pass
 
@@ -95,12 +96,12 @@ class CpuMeter(Meter):
         """Stop counting: memory that the script allocates and keeps from now on is excluded."""
         if not self._script.rests:
             self.peak_bytes()
-            self._script.rest(self._filled())
+            self._script.rest(self._in_use())
 
     def resume(self) -> None:
         """Resume counting: the script no longer runs."""
         if self._script.rests:
-            self._script.resume(self._filled())
+            self._script.resume(self._in_use())
             self.drop_lap()
 
     def begin_pass(self) -> None:
@@ -141,9 +142,8 @@ class CpuMeter(Meter):
         peak, code = statuses("VmHWM", "RssFile")
         return peak - (code - self._files)
 
-    def _filled(self) -> int:
-        """Returns a size that grows with the script's allocations, not with its use of free pages."""
-        return filled_addresses() if self._exact else self._own_bytes()
+    def _in_use(self) -> InUse:
+        return in_use() if self._exact else InUse(self._own_bytes())
 
     def _own_bytes(self) -> int:
         return self._process.memory_info().rss - self._code_bytes()
@@ -164,33 +164,33 @@ class ScriptBytes:
     attributed to it, and the total never exceeds the growth of the process since the beginning.
 
     Args:
-        start: bytes in the process when its budget begins to count.
+        start: memory of the process when its budget begins to count.
 
     Attributes:
         num_bytes: bytes that the script keeps.
     """
 
-    def __init__(self, start: int) -> None:
+    def __init__(self, start: InUse) -> None:
         self.num_bytes: int = 0
         self._start = start
         self._now = self._most = 0
-        self._begun: int | None = None
+        self._begun: InUse | None = None
 
     @property
     def rests(self) -> bool:
         """Whether the script runs now."""
         return self._begun is not None
 
-    def rest(self, there: int) -> None:
-        """The script runs from now on; the process holds `there` bytes."""
+    def rest(self, there: InUse) -> None:
+        """The script runs from now on; the process uses `there`."""
         self._begun = there
 
-    def resume(self, there: int) -> None:
-        """The script no longer runs, if it did; the process holds `there` bytes."""
+    def resume(self, there: InUse) -> None:
+        """The script no longer runs, if it did; the process uses `there`."""
         if self._begun is None:
             return
-        grown = max(0, there - self._start)
-        self._now = min(max(0, self._now + there - self._begun), grown)
+        grown = max(0, there.since(self._start))
+        self._now = min(max(0, self._now + there.since(self._begun)), grown)
         self._most = max(self._most, self._now)
         self.num_bytes = min(self._most, grown)
         self._begun = None

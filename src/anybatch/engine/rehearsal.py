@@ -116,6 +116,19 @@ class Rehearsal:
         settles = self._on_cuda and most > 1
         return settles and len(seconds) < _CUDA_PASSES and sum(seconds) < _CUDA_SECONDS
 
+    def _again_and_again(self, source: Source, choice: Choice) -> Iterator[MicroBatch]:
+        """Yields the micro-batches of a step repeatedly, each time without gradients, as a step begins;
+        none if there are none. Where samples are sorted by length, they begin with the longest."""
+        is_empty = False
+        while not is_empty:
+            is_empty = True
+            self._replica.drop()
+            for micro in source.micro_batches(choice):
+                if not micro.is_drawn:
+                    is_empty = False
+                    yield micro
+                del micro
+
     def _passes(
         self, source: Source, choice: Choice, most: int, enough_bytes: int | None
     ) -> Rehearsed | MemoryFailure:
@@ -124,9 +137,8 @@ class Rehearsal:
         try:
             self._group.begin()
             self._buffers.save()
-            self._replica.drop()
             self._meter.begin_lap()
-            passes = _again_and_again(source, choice)
+            passes = self._again_and_again(source, choice)
             num_compiling = 0
             while self._goes_on([seconds for seconds, _ in each], most):
                 before = num_compilations()
@@ -161,16 +173,3 @@ class Rehearsal:
             self._thread.clear()
             self._replica.drop()
             self._buffers.put_back()
-
-
-def _again_and_again(source: Source, choice: Choice) -> Iterator[MicroBatch]:
-    """Yields the micro-batches of a step repeatedly; none if there are none. Where samples are sorted
-    by length, they begin with the longest."""
-    is_empty = False
-    while not is_empty:
-        is_empty = True
-        for micro in source.micro_batches(choice):
-            if not micro.is_drawn:
-                is_empty = False
-                yield micro
-            del micro

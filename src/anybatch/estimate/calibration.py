@@ -1,6 +1,6 @@
 """Calibration: device speeds, by which candidates are ordered, and corrections from earlier runs.
 
-A device that is present is measured in a second or two: one matrix product per dtype, a stream
+A device that is present is measured in at most a second or two: one matrix product per dtype, a stream
 through memory, and the time to start an operation. For other devices the same figures come from the
 data sheet. Measured step times of earlier runs correct later predictions.
 
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -54,8 +55,8 @@ _POINT_SECONDS, _LEAST_ROUNDS = 0.03, 3
 
 _DEADLINE_SECONDS = 120.0
 
-_MEASURING_BYTES = 512 << 20
-"""Free memory below which a CPU is not measured: a second process with PyTorch takes 300 MiB."""
+_MEASURING_BYTES = 256 << 20
+"""Free memory below which a CPU is not measured, which takes 128 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,8 @@ def nominal(device: Device) -> Speeds:
 
 
 def measure(device: Device) -> Speeds:
-    """Measure `device`, which must be present, for a second or two. PyTorch's random state is
-    preserved.
+    """Measure `device`, which must be present: a CPU for half a second, CUDA for a second or two.
+    PyTorch's random state is preserved.
 
     On a CPU a single thread is measured, in CPU time: threads that share an operation wait for each
     other while another process occupies a core, however short the operation is (docs/log.md).
@@ -157,7 +158,8 @@ def _product_rate(name: str, target: torch.device) -> float:
 
 def _stream_rate(target: torch.device) -> float:
     """Return the bytes per second that a memory-bound operation reads and writes."""
-    x = torch.ones((1 << 28 if target.type == "cuda" else 1 << 26) // 4, device=target)
+    size = (1 << 28 if target.type == "cuda" else 1 << 26) // 4
+    x = torch.ones(size, dtype=torch.float32, device=target)
     y = torch.empty_like(x)
     return 2.0 * x.nbytes / _best_seconds(lambda: torch.add(x, 1.0, out=y), target)
 
@@ -205,15 +207,19 @@ def _best_seconds(run: Callable[[], Any], target: torch.device) -> float:
     return min(times)
 
 
-def measure_apart(device: Device, threads: int) -> Speeds:
-    """Run `measure(device)` in a separate process, since measuring leaves library memory behind,
-    and on CUDA a context. `threads`: number of threads of PyTorch, if the device is a CPU.
+def measure_aside(device: Device) -> Speeds:
+    """Run `measure(device)` apart from the caller: for a CPU on another thread, so that no mode of the
+    caller applies, such as autocast or a default device; for CUDA in another process, since measuring
+    creates a context.
 
-    Raises `OSError`, `subprocess.SubprocessError` or `ValueError` if the measurement fails.
+    Raises whatever `measure` raises; for CUDA, `OSError`, `subprocess.SubprocessError` or `ValueError`.
     """
-    code = f"import sys; from {__name__} import _tell_speeds; _tell_speeds(*sys.argv[1:])"
+    if device.kind == "cpu":
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(measure, device).result()
+    code = f"import sys; from {__name__} import _print_speeds; _print_speeds(sys.argv[1])"
     done = subprocess.run(
-        [sys.executable, "-c", code, device.torch_name, str(threads)],
+        [sys.executable, "-c", code, device.torch_name],
         capture_output=True,
         check=True,
         timeout=_DEADLINE_SECONDS,
@@ -221,10 +227,7 @@ def measure_apart(device: Device, threads: int) -> Speeds:
     return SPEEDS.validate_json(done.stdout)
 
 
-def _tell_speeds(name: str, threads: str) -> None:
-    with contextlib.suppress(OSError):  # no Linux: if memory runs out, end this process first
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    torch.set_num_threads(int(threads))
+def _print_speeds(name: str) -> None:
     sys.stdout.buffer.write(SPEEDS.dump_json(measure(Machine.here(device=name).device)))
 
 
@@ -307,7 +310,7 @@ def speeds_of(device: Device) -> Speeds:
         if device.free_bytes is not None and device.free_bytes < _MEASURING_BYTES:
             return nominal(device)
         try:
-            found = measure_apart(device, torch.get_num_threads())
+            found = measure_aside(device)
         except Exception:  # such as out of memory: nominal speeds suffice, and plans ask again
             found = nominal(device)
         else:

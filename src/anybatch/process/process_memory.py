@@ -11,6 +11,7 @@ import ctypes
 import functools
 import sys
 import threading
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
@@ -137,10 +138,38 @@ class _MallInfo(ctypes.Structure):
     ]
 
 
-def filled_addresses() -> int:
-    """Bytes of addresses of data and of shared memory, without free memory of the heap (Linux).
-    `trim` does not change it."""
-    return sum(statuses("VmData", "RssShmem")) - (free_in_heap() or 0)
+@dataclass(frozen=True, slots=True)
+class InUse:
+    """Memory of this process at one moment, in bytes.
+
+    Attributes:
+        allocated: handed out by malloc, and shared memory.
+        others: addresses of other mappings for data: the objects of Python, but also stacks of
+            threads and code that libraries generate, of which little is ever touched.
+        free: held by malloc and not handed out; part of it is resident.
+        resident: data in memory.
+    """
+
+    allocated: int
+    others: int = 0
+    free: int = 0
+    resident: int = 0
+
+    def since(self, before: InUse) -> int:
+        """Bytes that came into use since `before`. Of other mappings, only what must be resident
+        counts, even if all free memory of the heap has become resident."""
+        allocated, others = self.allocated - before.allocated, self.others - before.others
+        touched = self.resident - before.resident - allocated - self.free
+        return allocated + min(others, max(0, touched))
+
+
+def in_use() -> InUse:
+    """Memory of this process now (Linux)."""
+    data, shared, resident = statuses("VmData", "RssShmem", "RssAnon")
+    books = _books()
+    heap = 0 if books is None else int(books.arena + books.hblkhd)
+    free = free_in_heap() or 0
+    return InUse(heap - free + shared, data - heap, free, resident)
 
 
 def trim() -> None:

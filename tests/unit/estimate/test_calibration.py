@@ -42,11 +42,11 @@ def measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Counts measurements, which then take no time."""
     done: list[str] = []
 
-    def measure(device: Any, threads: int) -> Any:
+    def measure(device: Any) -> Any:
         done.append(device.name)
         return even(call_seconds=1e-6 * len(done))
 
-    monkeypatch.setattr(calibration, "measure_apart", measure)
+    monkeypatch.setattr(calibration, "measure_aside", measure)
     return done
 
 
@@ -90,6 +90,16 @@ def test_threads_stay_as_they_were():
     calibration.measure(CPU)
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_modes_of_the_caller_do_not_apply(monkeypatch):
+    def seen(device: Any) -> Any:
+        made = torch.ones(1)
+        return made.device.type, made.is_inference(), torch.is_autocast_enabled("cpu")
+
+    monkeypatch.setattr(calibration, "measure", seen)
+    with torch.device("meta"), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        assert calibration.measure_aside(CPU) == ("cpu", False, False)
 
 
 def test_waiting_for_other_processes_is_not_measured(monkeypatch):
@@ -175,10 +185,10 @@ def test_no_folder_to_write_to_stops_nothing(measured: list[str], tmp_path: Path
 
 
 def test_a_device_that_cannot_be_measured_has_nominal_speeds(folder: Path, monkeypatch):
-    def fails(device: Any, threads: int) -> Any:
+    def fails(device: Any) -> Any:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(calibration, "measure_apart", fails)
+    monkeypatch.setattr(calibration, "measure_aside", fails)
     assert not speeds_of(CPU).measured
     assert not folder.exists()
 
@@ -189,11 +199,11 @@ def test_a_device_that_is_not_here_is_not_measured(measured: list[str], folder: 
     assert not folder.exists()
 
 
-def test_where_little_is_free_no_second_process_is_started(measured: list[str]):
-    little = replace(CPU, free_bytes=500 << 20)
+def test_where_little_memory_is_free_nothing_is_measured(measured: list[str]):
+    little = replace(CPU, free_bytes=250 << 20)
     assert not speeds_of(little).measured
     assert not measured
-    assert speeds_of(replace(CPU, free_bytes=600 << 20)).measured
+    assert speeds_of(replace(CPU, free_bytes=300 << 20)).measured
     assert speeds_of(little).measured  # earlier
 
 

@@ -361,3 +361,17 @@ def test_the_samples_of_a_stream_are_not_spent_on_measuring(branching):
     assert len(rows) >= 254  # two were looked at for their shapes
     assert plan.prediction is None
     assert any("Nothing is predicted" in notice for notice in plan.notices)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "expected"), [(8, "False False False"), (4, "False True False")]
+)
+def test_passes_have_gradients_to_add_to_where_those_of_a_step_do(micro_batch, expected, capfd):
+    def loss(model, batch):
+        print(model[0].weight.grad is not None)  # a list would be restored after the passes
+        return model(batch[0]).square().mean()
+
+    task = dataclasses.replace(task_of(8, None), loss=loss)
+    with ab.Session(task, plan_for(task, micro_batch)) as session:
+        session.rehearsed(is_fixed=True)
+    assert capfd.readouterr().out.split() == expected.split()
