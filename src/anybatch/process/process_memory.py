@@ -166,9 +166,9 @@ class InUse:
 def in_use() -> InUse:
     """Memory of this process now (Linux)."""
     data, shared, resident = statuses("VmData", "RssShmem", "RssAnon")
-    books = _books()
-    heap = 0 if books is None else int(books.arena + books.hblkhd)
-    free = free_in_heap() or 0
+    heap = free = 0
+    if (books := _books()) is not None:
+        heap, free = int(books.arena + books.hblkhd), int(books.fordblks) + _HOLES.num_bytes
     return InUse(heap - free + shared, data - heap, free, resident)
 
 
