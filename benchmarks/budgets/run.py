@@ -28,8 +28,9 @@ from typing import Any
 RESULTS = Path(__file__).parents[1] / "results"
 AMPLE = "8GiB"
 FASTER = 1.01
-ABOUT = 0.15  # named leasts of one task differ by no more than this part
 """A plan that is predicted to be faster by less than this counts as just as fast, as in the planner."""
+ABOUT = 0.15
+"""Fraction by which two measurements of the least budget of a task may differ."""
 
 
 def run(seed: int, large: bool) -> dict[str, Any]:
