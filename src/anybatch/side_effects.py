@@ -211,7 +211,7 @@ class _Notes:
         if _is_of_library(str(one.__globals__.get("__name__"))):
             return
         # In its own module, and in the user's modules that it names.
-        named, spaces = frozenset(_named(one.__code__)), [one.__globals__]
+        named, spaces = frozenset(names_in(one.__code__)), [one.__globals__]
         for name in named:
             value = one.__globals__.get(name)
             if type(value) is ModuleType and not _is_of_library(value.__name__):
@@ -366,12 +366,12 @@ def _forget(cached: Any, misses: int) -> None:
 # --------------------------------------------------------------------------------------- searching
 
 
-def _named(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
     """The names of globals and attributes in `code` and in the functions that it defines."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _named(constant)
+            yield from names_in(constant)
 
 
 def _dict_of(one: Any) -> dict[str, Any]:

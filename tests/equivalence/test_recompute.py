@@ -244,6 +244,42 @@ def test_a_block_that_runs_twice_counts_twice():
     assert float(again.model.block.in_place) == 2 * (3 + 3)
 
 
+@torch.no_grad()
+def moving_average(average, value):
+    average.data.mul_(0.5).add_(value, alpha=0.5)
+
+
+class Codebook(nn.Module):
+    """Writes to large buffers as vector quantizers do: without an increase of their version."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(6, 6, **KIND)
+        self.register_buffer("method", torch.zeros((1 << 14) + 1, **KIND))
+        self.register_buffer("function", torch.zeros((1 << 14) + 1, **KIND))
+
+    def forward(self, x):
+        x = self.lin(x) + self.method.mean() + self.function.mean()
+        self.move(x.detach().mean())
+        moving_average(self.function, x.detach().mean())
+        return torch.tanh(x)
+
+    def move(self, value):
+        self.method.data.copy_(self.method.data + value)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_large_codebook_written_through_data_moves_once(nested):
+    def model():
+        return nn.Sequential(Codebook(), Codebook(), nn.Linear(6, 3, **KIND))
+
+    task = task_of(model, steps=4)
+    way = Recompute(blocks=(".",) if nested else ("0", "1"), nested=nested)
+    kept, again = train(task, 4), train(task, 4, recompute=way)
+    assert deviation(again.model, kept.model) < 1e-12
+    assert float(kept.model[0].method.abs().max()) > 0
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_spectral_norm_is_iterated_once(nested):
     def model():

@@ -19,12 +19,14 @@ piece with the layer before it.
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain
+from types import FunctionType
 from typing import Any, final
 
 import torch
@@ -45,7 +47,7 @@ from anybatch.compute.patch import replace_forward
 from anybatch.data.generators import PythonAndNumpy
 from anybatch.errors import InputError, listed
 from anybatch.plans import Recompute
-from anybatch.side_effects import generators_in
+from anybatch.side_effects import generators_in, names_in
 
 _LEAST_BYTES = 64 << 10
 """Smaller tensors stay on the device."""
@@ -422,6 +424,8 @@ class _Snapshot:
     def drop_unchanged(self) -> None:
         """Release large buffers that were neither written to nor replaced since. Some writes do not
         increase the version: those by the kernels of norms, and those through `.data`."""
+        if any(_may_write_through_data(type(module)) for module, _ in self._held):
+            return
         for (module, name), (buffer, version, _) in list(self._held.items()):
             if (
                 buffer is not None
@@ -438,6 +442,32 @@ class _Snapshot:
                 # Through .data, which keeps the version: backward may have saved this buffer.
                 buffer.data.copy_(value)
             module._buffers[name] = buffer
+
+
+@cache
+def _may_write_through_data(kind: type) -> bool:
+    """Whether a method of the module class `kind`, or a function that is called from one, has the name
+    `data` in its code, as in `self.codebook.data.copy_(values)`."""
+    homes = [base for base in kind.__mro__ if not _is_of_torch(base)]
+    following = [value for home in homes for value in vars(home).values()]
+    seen: set[FunctionType] = set()
+    while following:
+        one = following.pop()
+        one = one.fget if isinstance(one, property) else getattr(one, "__func__", one)
+        if isinstance(one, FunctionType):
+            one = inspect.unwrap(one)  # torch.no_grad() and others wrap functions
+        if not isinstance(one, FunctionType) or one in seen or _is_of_torch(one):
+            continue
+        seen.add(one)
+        names = set(names_in(one.__code__))
+        if "data" in names:
+            return True
+        following += [one.__globals__.get(name) for name in names]
+    return False
+
+
+def _is_of_torch(one: type | FunctionType) -> bool:
+    return str(one.__module__).partition(".")[0] == "torch"
 
 
 def _is_expanded(buffer: Tensor) -> bool:
