@@ -346,6 +346,16 @@ ROWS = {
         UNEQUAL,
         data=(X, T, replaced(ALL, (slice(20, 24), 0), False)),
     ),
+    "a mean in each sample": Row(
+        lambda model, batch: (
+            sum(
+                (y - t)[m].square().mean()
+                for y, t, m in zip(model(batch[0]), *batch[1:], strict=True)
+            )
+            / len(batch[0])
+        ),
+        data=(X, T, replaced(ALL, (slice(20, 24), 0), False)),
+    ),
     "a weighted mean": Row(
         lambda model, batch: (each(model, batch) * batch[2]).sum() / batch[2].sum(),
         ADD,

@@ -32,7 +32,8 @@ _ARITHMETIC = (
 _SAME = 1e-4
 """Relative tolerance for equal counts, since counts of weights are summed in float32."""
 
-_FEW = 5  # fewer targets than this may be 0, 1, 2, ... by chance
+_FEW = 5
+"""Fewer targets than this may be 0, 1, 2, ... by chance, and fewer means may be one per sample."""
 
 
 def warn_of_reduction(function: LossFunction, returned: Any, num_samples: int) -> bool:
@@ -189,7 +190,7 @@ class CountedMeans:
 
     def fault(self) -> str | None:
         """Return the warning for the step's passes, at the end of the step, or None."""
-        if len(self._passes) < 2:
+        if len(self._passes) < 2 or self._are_of_single_samples():
             return None
         for term in zip(*self._passes, strict=False):
             counts = [float(one.count) for one in term]
@@ -199,6 +200,12 @@ class CountedMeans:
             if max(each) - min(each) > _SAME * max(map(abs, each)):
                 return term[0].sentence.format(least=min(each), most=max(each))
         return None
+
+    def _are_of_single_samples(self) -> bool:
+        """Whether every pass has at least one mean for each of its samples: the loss loops over
+        samples, and each mean is over a part of one."""
+        most = max(map(len, self._passes))
+        return most >= _FEW and all(one and len(one) >= one[0].num_samples for one in self._passes)
 
 
 def _at_hand(node: Any, name: str) -> Tensor | None:

@@ -112,8 +112,7 @@ def differs(one: Any, other: Any) -> bool:
 
 
 def doubled(batch: Any) -> Any:
-    """Returns a copy of `batch` with all of its samples repeated once, with the same structure. A
-    `PackedSequence` is not repeated.
+    """Returns a copy of `batch` with all of its samples repeated once, with the same structure.
 
     Raises `DataError` as `batch_size` does.
     """
@@ -185,8 +184,10 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def _sliced(batch: Any, size: int, among_records: bool, start: int, stop: int) -> Any:
+    offsets: dict[int, Tensor] = {}
+
     def rows(leaf: Any) -> Any:
-        return _rows(leaf, start, stop)
+        return _rows(leaf, start, stop, offsets)
 
     return _mapped(batch, size, among_records, rows, lambda some: some[start:stop])
 
@@ -302,21 +303,71 @@ def num_rows(leaf: Any) -> int:
     return int(leaf.size(0)) if isinstance(leaf, Tensor) else len(leaf)
 
 
-def _rows(leaf: Any, start: int, stop: int) -> Any:
+def _rows(leaf: Any, start: int, stop: int, offsets: dict[int, Tensor]) -> Any:
     """Returns samples `start` to `stop` of a tensor or array that has samples, or of a
-    `PackedSequence`."""
+    `PackedSequence`. `offsets`: see `_nested_rows`."""
     if isinstance(leaf, PackedSequence):
-        padded, lengths = pad_packed_sequence(leaf)
-        some = lengths[start:stop]
-        return pack_padded_sequence(padded[:, start:stop], some, enforce_sorted=False)
+        return _packed_rows(leaf, start, stop)
     if not isinstance(leaf, Tensor):
         return leaf[start:stop]
     if leaf.is_nested:
-        return torch.nested.as_nested_tensor(list(leaf.unbind()[start:stop]), layout=leaf.layout)
+        return _nested_rows(leaf, start, stop, offsets)
     if leaf.layout is torch.strided:
         return leaf[start:stop]
-    some = leaf.to_sparse_coo().narrow_copy(0, start, stop - start)
-    return some if leaf.layout is torch.sparse_coo else some.to_sparse(layout=leaf.layout)
+    return _sparse_rows(leaf, start, stop)
+
+
+def _packed_rows(leaf: PackedSequence, start: int, stop: int) -> PackedSequence:
+    """Returns sequences `start` to `stop`, without padding all of them."""
+    if leaf.unsorted_indices is None:
+        places = torch.arange(start, stop)
+    else:
+        places = leaf.unsorted_indices[start:stop].cpu()
+    order = places.argsort()  # by length, the longest first
+    is_there = places[order] < leaf.batch_sizes[:, None]  # (steps, sequences)
+    begins = leaf.batch_sizes.cumsum(0) - leaf.batch_sizes
+    elements = (begins[:, None] + places[order])[is_there].to(leaf.data.device)
+    sizes = is_there.sum(1)
+    home = None if leaf.sorted_indices is None else leaf.sorted_indices.device
+    return PackedSequence(
+        leaf.data[elements], sizes[sizes > 0], None if home is None else order.to(home)
+    )
+
+
+def _nested_rows(leaf: Any, start: int, stop: int, offsets: dict[int, Tensor]) -> Tensor:
+    """Returns rows `start` to `stop` of a nested tensor. `offsets` are those of the same rows of other
+    parts of the batch, by the id of their own, since only tensors that share offsets can be added."""
+    if leaf.layout is not torch.jagged or leaf._ragged_idx != 1 or leaf.lengths() is not None:
+        rows = list(leaf.unbind()[start:stop])
+        return torch.nested.as_nested_tensor(rows, layout=leaf.layout)
+    own = leaf.offsets()
+    begin, end = int(own[start]), int(own[stop])
+    shared = offsets.setdefault(id(own), own[start : stop + 1] - begin)
+    return torch.nested.nested_tensor_from_jagged(leaf.values()[begin:end], shared)
+
+
+def _sparse_rows(leaf: Tensor, start: int, stop: int) -> Tensor:
+    """Returns rows `start` to `stop` of a sparse tensor. Where the elements are in the order of their
+    rows (CSR, coalesced COO), this takes no pass over all of them."""
+    size = (stop - start, *leaf.shape[1:])
+    if leaf.layout is torch.sparse_csr and leaf.ndim == 2:
+        offsets = leaf.crow_indices()[start : stop + 1]
+        here = slice(int(offsets[0]), int(offsets[-1]))
+        columns, values = leaf.col_indices()[here], leaf.values()[here]
+        return torch.sparse_csr_tensor(
+            offsets - offsets[0], columns, values, size, check_invariants=False
+        )
+    if leaf.layout is not torch.sparse_coo or not leaf.is_coalesced():
+        some = leaf.to_sparse_coo().narrow_copy(0, start, stop - start)
+        return some if leaf.layout is torch.sparse_coo else some.to_sparse(layout=leaf.layout)
+    indices = leaf.indices()
+    ends = torch.tensor([start, stop], device=indices.device)
+    here = slice(*torch.searchsorted(indices[0].contiguous(), ends).tolist())
+    rows = indices[:, here].clone()
+    rows[0] -= start
+    return torch.sparse_coo_tensor(
+        rows, leaf.values()[here], size, check_invariants=False, is_coalesced=True
+    )
 
 
 def _has_samples(node: Any) -> bool:
@@ -343,7 +394,7 @@ def _readings(node: Sequence[Any]) -> tuple[bool, ...]:
         return (False,) if members else (True,)
     first = members[0]
     if isinstance(first, Tensor | np.ndarray) and first.ndim:
-        same = len({len(member) for member in members}) == 1
+        same = len({num_rows(member) for member in members}) == 1
         return (False, True) if same else (True,)
     if isinstance(first, Mapping):
         return (True, False)

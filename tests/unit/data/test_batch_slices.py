@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import default_collate
 
 from anybatch.data import resized
@@ -204,3 +205,50 @@ def test_resized_batches_keep_their_form():
     assert large["x"].shape == (9, 3)
     assert large["names"][7:] == ["d", "a"]
     assert large["n"] == 4
+
+
+def test_rows_of_sparse_tensors():
+    dense = torch.randn(12, 5, 2, generator=torch.Generator().manual_seed(0)).relu()
+    flat = dense[..., 0].clone()
+    flat[3:5] = 0  # rows without elements
+    coo = flat.to_sparse()
+    turned = torch.sparse_coo_tensor(coo.indices().flip(1), coo.values().flip(0), flat.shape)
+    for whole, sparse in (
+        (flat, coo),
+        (flat, turned),  # not coalesced
+        (flat, flat.to_sparse_csr()),
+        (flat, flat.to_sparse_csc()),
+        (dense, dense.to_sparse()),
+        (dense, dense.to_sparse(1)),  # rows are dense
+    ):
+        pieces = split((sparse, Y.repeat(3)), [1, 3, 1, 7])
+        for (piece, _), wanted in zip(pieces, whole.split([1, 3, 1, 7]), strict=True):
+            assert piece.layout is sparse.layout
+            assert torch.equal(piece.to_dense(), wanted)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_rows_of_packed_sequences(in_order):
+    lengths = torch.tensor([7, 6, 6, 3, 1] if in_order else [3, 6, 1, 7, 6])
+    padded = torch.randn(5, 7, 2, generator=torch.Generator().manual_seed(0))
+    packed = pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=in_order)
+    torch.manual_seed(0)
+    gru = torch.nn.GRU(2, 3)
+    whole = gru(packed)[1]
+    for piece, some in zip(split(packed, [1, 3, 1]), whole.split([1, 3, 1], 1), strict=True):
+        torch.testing.assert_close(gru(piece)[1], some)
+    again, found = pad_packed_sequence(split(packed, [1, 4])[1], batch_first=True)
+    assert found.tolist() == lengths[1:].tolist()
+    for row, wanted, length in zip(again, padded[1:], found, strict=True):
+        assert torch.equal(row[:length], wanted[:length])
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_rows_of_nested_tensors(layout):
+    rows = [torch.randn(length, 2) for length in (3, 1, 4, 2)]
+    nested = torch.nested.nested_tensor(rows, layout=layout)
+    pieces = split((nested, nested * 2), [1, 3])
+    for (once, twice), wanted in zip(pieces, (rows[:1], rows[1:]), strict=True):
+        total = once + twice  # their offsets are the same, as those of the whole batch are
+        for row, one in zip(total.unbind(), wanted, strict=True):
+            torch.testing.assert_close(row, one * 3)
