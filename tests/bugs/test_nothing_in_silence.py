@@ -346,6 +346,13 @@ ROWS = {
         UNEQUAL,
         data=(X, T, replaced(ALL, (slice(20, 24), 0), False)),
     ),
+    "one target of each sample is left out": Row(  # as models of transformers shift labels
+        lambda model, batch: F.cross_entropy(
+            torch.stack([model(batch[0]), -batch[1]], -1).flatten(0, 1),
+            torch.tensor([0, 1, -100]).repeat(len(batch[0])),
+        ),
+        data=(X, T),
+    ),
     "a mean in each sample": Row(
         lambda model, batch: (
             sum(

@@ -249,7 +249,7 @@ def _told(node: Any, plain: bool, num_samples: int) -> str | None:
     if node._saved_weight is not None:
         return _CLASSES
     ignored = _signed(node._saved_ignore_index)
-    if seen and (targets == ignored).any():
+    if seen and not _are_equally_many((targets != ignored).flatten(), num_samples):
         return _LEFT_OUT.format(ignored)
     return None
 
@@ -340,6 +340,16 @@ def warn_of_statistics(
     warnings are located at `function`, the loss. `written`: buffers that were modified in passes."""
     for sentence in (*depends_on_cut(model, drawn=False), *depends_on_writes(written)):
         _warn(sentence, *_place_of(function))
+
+
+def _are_equally_many(counted: Tensor, num_samples: int) -> bool:
+    """Whether each of `num_samples` has as many targets that count as any other: the mean over targets
+    is then that over samples. (transformers leaves out one target of each sequence.)"""
+    if counted.all():
+        return True
+    if len(counted) % num_samples:
+        return False
+    return counted.view(num_samples, -1).sum(1).unique().numel() == 1
 
 
 def _are_told_apart(scores: Tensor, targets: Tensor, num_samples: int) -> bool:
