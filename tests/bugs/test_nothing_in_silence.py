@@ -363,6 +363,14 @@ ROWS = {
         ),
         data=(X, T, replaced(ALL, (slice(20, 24), 0), False)),
     ),
+    "five means, one of them over a mask": Row(  # as many as samples, in all micro-batches but one
+        lambda model, batch: (
+            (model(batch[0]) - batch[1])[batch[2]].square().mean()
+            + sum(model(batch[0])[:, i % 3].square().mean() for i in range(4))
+        ),
+        UNEQUAL,
+        data=(X, T, replaced(ALL, (slice(20, 24), 0), False)),
+    ),
     "a weighted mean": Row(
         lambda model, batch: (each(model, batch) * batch[2]).sum() / batch[2].sum(),
         ADD,

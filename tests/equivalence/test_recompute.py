@@ -268,10 +268,24 @@ class Codebook(nn.Module):
         self.method.data.copy_(self.method.data + value)
 
 
+class Mover(nn.Module):
+    """Has no buffer, and writes to one of a module within it."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(6, 6, **KIND)
+        self.lin.register_buffer("method", torch.zeros((1 << 14) + 1, **KIND))
+
+    def forward(self, x):
+        x = torch.tanh(self.lin(x) + self.lin.method.mean())
+        self.lin.method.data.add_(x.detach().mean())
+        return x
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_large_codebook_written_through_data_moves_once(nested):
     def model():
-        return nn.Sequential(Codebook(), Codebook(), nn.Linear(6, 3, **KIND))
+        return nn.Sequential(Codebook(), Mover(), nn.Linear(6, 3, **KIND))
 
     task = task_of(model, steps=4)
     way = Recompute(blocks=(".",) if nested else ("0", "1"), nested=nested)

@@ -33,7 +33,7 @@ _SAME = 1e-4
 """Relative tolerance for equal counts, since counts of weights are summed in float32."""
 
 _FEW = 5
-"""Fewer targets than this may be 0, 1, 2, ... by chance, and fewer means may be one per sample."""
+"""Fewer targets than this may be 0, 1, 2, ... by chance, and fewer samples as many as means."""
 
 
 def warn_of_reduction(function: LossFunction, returned: Any, num_samples: int) -> bool:
@@ -202,10 +202,14 @@ class CountedMeans:
         return None
 
     def _are_of_single_samples(self) -> bool:
-        """Whether every pass has at least one mean for each of its samples: the loss loops over
-        samples, and each mean is over a part of one."""
-        most = max(map(len, self._passes))
-        return most >= _FEW and all(one and len(one) >= one[0].num_samples for one in self._passes)
+        """Whether every pass has as many means for each of its samples: the loss loops over samples,
+        and each mean is over a part of one. Their sum may be divided, which counts as one more."""
+        if not all(self._passes):
+            return False
+        sizes = [means[0].num_samples for means in self._passes]
+        each = {divmod(len(means), n) for means, n in zip(self._passes, sizes, strict=True)}
+        (quotient, rest), *others = each
+        return max(sizes) >= _FEW and not others and quotient >= 1 and rest <= 1
 
 
 def _at_hand(node: Any, name: str) -> Tensor | None:

@@ -379,13 +379,16 @@ class _KeptState:
         inner = [module for outer in modules for module in outer.modules()]
         buffers = _Snapshot((module, name) for module in inner for name in module._buffers)
         found = _Kept(buffers, ModuleState(inner, self._generators.found()), PythonAndNumpy())
-        return self._watching(found, first), _AsThen(self.name, found, second)
+        return self._watching(found, inner, first), _AsThen(self.name, found, second)
 
     @contextmanager
-    def _watching(self, found: _Kept, inner: AbstractContextManager[Any] | None) -> Iterator[None]:
+    def _watching(
+        self, found: _Kept, modules: list[nn.Module], inner: AbstractContextManager[Any] | None
+    ) -> Iterator[None]:
         with inner or nullcontext():
             yield
-        for one in (found.buffers, found.attributes, found.numbers):
+        found.buffers.drop_unchanged(modules)
+        for one in (found.attributes, found.numbers):
             one.drop_unchanged()
 
 
@@ -421,20 +424,22 @@ class _Snapshot:
     def places(self) -> list[Place]:
         return list(self._held)
 
-    def drop_unchanged(self) -> None:
-        """Release large buffers that were neither written to nor replaced since. Some writes do not
-        increase the version: those by the kernels of norms, and those through `.data`."""
-        if any(_may_write_through_data(type(module)) for module, _ in self._held):
-            return
-        for (module, name), (buffer, version, _) in list(self._held.items()):
-            if (
-                buffer is not None
-                and buffer.numel() * buffer.itemsize > _KEPT_BYTES
-                and not isinstance(module, nn.modules.batchnorm._NormBase)
-                and module._buffers.get(name) is buffer
-                and buffer._version == version
-            ):
-                del self._held[module, name]
+    def drop_unchanged(self, modules: Iterable[nn.Module]) -> None:
+        """Release large buffers that were neither written to nor replaced since, in a run of `modules`.
+        Some writes do not increase the version: those by the kernels of norms, and those through
+        `.data`."""
+        unchanged = [
+            (module, name)
+            for (module, name), (buffer, version, _) in self._held.items()
+            if buffer is not None
+            and buffer.numel() * buffer.itemsize > _KEPT_BYTES
+            and not isinstance(module, nn.modules.batchnorm._NormBase)
+            and module._buffers.get(name) is buffer
+            and buffer._version == version
+        ]
+        if unchanged and not any(_may_write_through_data(type(module)) for module in modules):
+            for place in unchanged:
+                del self._held[place]
 
     def put_back(self) -> None:
         for (module, name), (buffer, _, value) in self._held.items():
