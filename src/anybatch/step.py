@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakMethod, finalize
@@ -42,7 +43,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from anybatch.compute import (
-    DEFAULT_GHOST_BATCH,
     Replica,
     find_chains,
     find_mlps,
@@ -196,7 +196,9 @@ class Step:
 
     Training modes are set by the script: modules in evaluation mode are trained in evaluation mode.
     BatchNorm in evaluation mode (in a frozen backbone, for example) uses its running statistics and is
-    not split into ghost batches.
+    not split into ghost batches. `nn.SyncBatchNorm` normalizes over the samples of all ranks, as in
+    `DistributedDataParallel`: those of the call, or, if they have to be cut, those of each pass. This
+    works on CPUs too, and ranks may have different numbers of samples.
 
     Args:
         model: on the device where it is trained; with several ranks, not wrapped.
@@ -213,8 +215,8 @@ class Step:
         clip_norm: maximum 2-norm of the mean gradient, over the parameters that the optimizer trains.
         ghost_batch: number of samples over which BatchNorm normalizes; None: the samples of the call,
             as in a plain loop, as long as they fit in one piece. If they have to be cut, the largest
-            ghost batch that fits is chosen, once, with a warning; with several ranks it is 32. Each
-            rank cuts its own part.
+            ghost batch that fits, on every rank, is chosen, once, with a warning. Each rank cuts its
+            own part; with `nn.SyncBatchNorm`, a ghost batch is that many samples of each.
         compile: compile the blocks of the model.
         sinks: readers of recovery events; only those of rank 0 are called. Without any, a change of
             plan after memory ran out is a warning.
@@ -309,6 +311,7 @@ class Step:
         check_available(wanted, self._where)
         self._engine: Transactions | None = None
         self._group: Group = SingleDevice()
+        self._is_synchronised = False  # SyncBatchNorm on several ranks
         self._num_steps = 0
         self._written: dict[str, None] = {}  # buffers that traced passes wrote to
         self._own: Plan | None = None  # made from this rank's samples
@@ -348,7 +351,7 @@ class Step:
             except (Outdated, PeerOutdated):
                 pass
             except NoPlanFits:
-                if not self._is_whole or self._group.size > 1:
+                if not self._is_whole:
                     raise
                 anew = self._cut_from_now_on
             if done is None:  # the tensors of the attempt have been freed
@@ -487,18 +490,18 @@ class Step:
 
     def _begin(self, batch: Any) -> None:
         """Plan for the first batch, and set up."""
+        self._norms = tuple(batch_norms(self._model).values())
+        self._cut = self._normalising()
         group = self._group = self._joined()
         with ExitStack() as undo:  # undoes the completed part of the setup if the rest fails
             undo.callback(setattr, self, "_engine", None)
-            self._norms = tuple(batch_norms(self._model).values())
-            self._cut = self._normalising()
             self._ghost = self._ghost_batch or self._wishes.micro_batch if any(self._cut) else None
             self._check_alike(group)
             self._outline = Outline(self._model, self._optimizer)
             with uncounted():  # planning does not count against the budget of another Step
                 first = together(group, lambda: self._first_plan(batch))
             self._plans = group.exchange(first)
-            plan, total = _agreed_plan(group, self._plans)
+            plan, total = self._agreed(self._plans)
             group.prepare(self._model)
             group.prepare(nn.ParameterList(_beside(self._model, self._optimizer)))
             engine = self._set_up(plan, total, undo)
@@ -511,7 +514,7 @@ class Step:
                 f"micro_batch is {wished}, so BatchNorm normalises over {wished} samples, not over all"
                 f" {self._planned_for} as in one piece: give ghost_batch={wished} if that is meant, or"
                 " leave out micro_batch.",
-                stacklevel=5,
+                stacklevel=4,
             )
         if self._verbose and group.rank == 0:
             print(_described(engine.plan), file=sys.stderr)  # noqa: T201
@@ -581,17 +584,21 @@ class Step:
         )
         if all(group.exchange(fits)):
             self._plans = group.exchange(self._own)
-            plan, _ = _agreed_plan(group, self._plans)
+            plan, _ = self._agreed(self._plans)
             engine.follow(plan, step_number(self._num_steps), f"{what} fits in one piece", tells)
             return
         if self._is_whole:
-            self._ghost = self._largest_ghost(engine, batch, size)
-            warnings.warn(
-                f"a batch of {size} samples does not fit the memory in one piece, so it is cut, and"
-                f" BatchNorm normalises over ghost batches of {self._ghost} samples from now on. Give"
-                " ghost_batch to choose their size, or more memory.",
-                stacklevel=6,
-            )
+            whole = max(group.exchange(0 if self._own is None else size))
+            found = together(group, lambda: self._largest_ghost(engine, batch, size, whole))
+            self._ghost = min(group.exchange(found))
+            whose = " of each rank" if self._is_synchronised else ""
+            if group.rank == 0:
+                warnings.warn(
+                    f"a batch of {whole} samples does not fit the memory in one piece, so it is cut,"
+                    f" and BatchNorm normalises over ghost batches of {self._ghost} samples{whose} from"
+                    " now on. Give ghost_batch to choose their size, or more memory.",
+                    stacklevel=5,
+                )
 
         def planned() -> Plan | None:
             if self._own is None:
@@ -601,7 +608,7 @@ class Step:
 
         self._own = known or together(group, planned)
         self._plans = group.exchange(self._own)
-        plan, _ = _agreed_plan(group, self._plans)
+        plan, _ = self._agreed(self._plans)
         reason = f"{what} does not fit in one piece"
         engine.follow(plan, step_number(self._num_steps), reason, tells)
         if group.size > 1:
@@ -637,12 +644,18 @@ class Step:
 
     def _cut_from_now_on(self, batch: Any) -> None:
         """Switch to a plan that cuts, after memory ran out in a batch that BatchNorm normalizes as a
-        whole."""
+        whole. All ranks call it."""
         assert self._engine is not None
         self._planned_for = max(self._largest, 2)
-        self._own = self._untraced(batch, self._planned_for)
+        is_empty = batch is None or not self._cutting.count(batch)
+
+        def planned() -> Plan | None:
+            return None if is_empty else self._untraced(batch, self._planned_for)
+
+        self._own = together(self._group, planned)
         self._confirm(self._engine, batch, fits=False)
-        self._replica.expect(self._planned_for)
+        _, total = self._agreed(self._plans)
+        self._replica.expect(total)
 
     def _fits_whole(self, engine: Transactions, batch: Any, size: int) -> bool:
         """Whether a batch of `size` samples fits in one piece; if so, that becomes the plan of this
@@ -701,18 +714,23 @@ class Step:
                 break
         return about
 
-    def _largest_ghost(self, engine: Transactions, batch: Any, size: int) -> int:
-        """The largest ghost batch of BatchNorm that fits, of the batch halved repeatedly."""
+    def _largest_ghost(self, engine: Transactions, batch: Any, size: int, whole: int) -> int:
+        """The largest ghost batch of BatchNorm that fits on this rank, which has `size` samples, or the
+        smallest if none does. They are the largest batch of any rank (`whole`), halved repeatedly."""
         plan = self._own
-        if self._group.size > 1 or plan is None:
-            return DEFAULT_GHOST_BATCH
+        if plan is None:  # this rank has no samples
+            return whole
         room, used = self._room_of_passes(plan), self._meter.used_bytes()
-        largest = min(DEFAULT_GHOST_BATCH, size)
         halves: list[int] = []  # ascending
-        while (size := size // 2) > 2:
-            halves.insert(0, size)
-        for ghost in halves:
-            found = self._run(engine, batch, plan.choice, ghost, most=3)
+        half = whole
+        while (half := half // 2) > 2:
+            halves.insert(0, half)
+        largest = halves[0] if halves else whole
+        for before, ghost in pairwise((0, *halves)):
+            if before >= size:  # was tried: this rank has no more samples
+                largest = ghost
+                continue
+            found = self._run(engine, batch, plan.choice, min(ghost, size), most=3)
             if found is None or not found.fits or found.peak_bytes > room:
                 break
             largest = ghost
@@ -803,7 +821,18 @@ class Step:
             self._check_up_to_date,
             self._copies,
             self._cutting,
+            self._is_synchronised,
         )
+
+    def _agreed(self, plans: Sequence[Plan | None]) -> tuple[Plan, int]:
+        """See `_agreed_plan`. If norms are synchronised, ranks recompute the same, and all follow the
+        plan of the rank with the most samples."""
+        if self._is_synchronised:
+            largest = max(
+                filter(None, plans), key=lambda plan: plan.task.global_batch, default=None
+            )
+            return _agreed_plan(self._group, plans, largest)
+        return _agreed_plan(self._group, plans)
 
     def _normalising(self) -> list[bool]:
         """For each BatchNorm layer, whether it normalizes over samples of the pass now, which depends
@@ -823,6 +852,7 @@ class Step:
     def _joined(self) -> Group:
         """The group of the ranks in the script's process group."""
         size = _num_joined()
+        self._is_synchronised = False
         if size == 1:
             _warn_of_ranks_apart()
             return SingleDevice()
@@ -834,7 +864,35 @@ class Step:
             )
         # If the OS may refuse memory, allocations must not overlap with communication.
         overlaps = self._device.type != "cpu" or not (self._limited or is_limited())
-        return Replicate((1.0,) * size, self._device, overlaps)
+        self._is_synchronised = self._synchronises()
+        return Replicate((1.0,) * size, self._device, overlaps, self._is_synchronised)
+
+    def _synchronises(self) -> bool:
+        """Whether BatchNorm normalizes over the samples of all ranks. Raises `InputError` if it is to
+        do so over some of them."""
+        cut = [norm for norm, is_cut in zip(self._norms, self._cut, strict=True) if is_cut]
+        synced = [norm for norm in cut if isinstance(norm, nn.SyncBatchNorm)]
+        groups = {norm.process_group for norm in synced} - {None}
+        if any(dist.get_world_size(one) != _num_joined() for one in groups):
+            raise InputError(
+                "SyncBatchNorm was given a process group of some of the ranks, and Step synchronises"
+                " over all of them: leave process_group out, or use BatchNorm, which normalises over"
+                " the samples of each rank."
+            )
+        if synced and self._is_joint:
+            warnings.warn(
+                "SyncBatchNorm normalises over the samples of each rank here, as BatchNorm does, since"
+                " the loss compares the samples of all ranks (JointLoss).",
+                stacklevel=6,
+            )
+            return False
+        if 0 < len(synced) < len(cut):
+            warnings.warn(
+                f"{len(cut) - len(synced)} of {len(cut)} BatchNorm layers are not SyncBatchNorm, and"
+                " are normalised over the samples of all ranks as well: convert all of them, or none.",
+                stacklevel=6,
+            )
+        return bool(synced)
 
     def _check_alike(self, group: Group) -> None:
         """Raises `InputError` if the ranks would not train the same way: they would wait for each other
@@ -848,6 +906,7 @@ class Step:
             "the names and shapes of the model's parameters": repr(shapes),
             "which parameters of the model are frozen": ", ".join(frozen) or "none",
             "which BatchNorm layers are in training mode": repr(self._cut),
+            "whether BatchNorm is synchronised": str(self._is_synchronised),
             "the optimizer": f"{type(self._optimizer).__name__} on {trained} parameters",
             "whether the loss compares all samples": str(self._is_joint),
             "the precision": str(self._wishes.precision),
@@ -885,7 +944,7 @@ class Step:
         plans = group.exchange(together(group, lambda: self._larger_plan(batch)))
         if plans != self._plans:  # else the ranks that should plan have no samples now
             self._plans = plans
-            plan, total = _agreed_plan(group, plans)
+            plan, total = self._agreed(plans)
             reason = "a batch was larger than what was planned for"
             engine.follow(plan, step_number(self._num_steps), reason)
             self._replica.expect(total)
@@ -932,7 +991,8 @@ class Step:
 
     def _planned(self, batch: Any, num_samples: int) -> Plan:
         """A plan for `num_samples` samples like those in `batch`."""
-        most = self._wishes.micro_batch
+        # A pass of norms that are synchronised is one ghost batch.
+        most = self._ghost if self._is_synchronised else self._wishes.micro_batch
         wishes = replace(self._wishes, micro_batch=most and min(most, num_samples))
         subject = self._subject(batch, num_samples)
         with Borrowed():  # a traced loss may use random numbers
@@ -1012,8 +1072,10 @@ class _Pieces(Source):
         check: Callable[[], None],
         copies: BatchCopies,
         cutting: _Cutting,
+        is_synchronised: bool,
     ) -> None:
         copies.forget()
+        self._is_synchronised = is_synchronised
         self._cutting = cutting
         self._copies = copies
         self._batch = batch
@@ -1041,6 +1103,8 @@ class _Pieces(Source):
         ghost = self._ghost
         whole = self._count
         size = max(choice.micro_batch, whole if self._is_whole else min(ghost or 1, whole))
+        if ghost and self._is_synchronised:  # ranks meet for one ghost batch in each pass
+            size = max(1, min(ghost, whole))
         if ghost and size % ghost and size < whole:
             size = max(ghost, size // ghost * ghost)
         self.ranges = micro_batches(range(whole), size, ghost, whole)
@@ -1060,7 +1124,9 @@ class _Pieces(Source):
         for number, (part, piece) in enumerate(zip(self.ranges, self._pieces(), strict=True)):
             self._copies.keep(piece)
             piece = to_device(piece, self._device, non_blocking=True)
-            cut = ghosts(len(part), ghost) if ghost else ()
+            cut: Sequence[int] = ghosts(len(part), ghost) if ghost else ()
+            if self._is_synchronised:
+                cut = [len(part)]
             yield MicroBatch(piece, len(part), cut, last=number == last)
             del piece
             self._copies.passed()
@@ -1115,12 +1181,14 @@ def _cut_batches(
 
 
 def _described(plan: Plan) -> str:
-    """A summary of `plan` in a few lines."""
+    """A summary of `plan`, that of rank 0, in a few lines."""
     budget = ""
     if plan.budget_bytes is not None:
         held = "enforced" if plan.enforced else "free"
         budget = f"; memory {format_bytes(plan.budget_bytes)} ({held})"
     passes = plan.accumulation_steps
+    if plan.num_ranks > 1:  # each rank cuts its own part
+        passes = -(-int(plan.shares[0] or max(plan.shares)) // plan.choice.micro_batch)
     cut = "in one piece" if passes == 1 else f"{passes} micro-batches, {plan.choice.describe()}"
     lines = [f"{plan.task.global_batch:,} samples per step, {cut}{budget}"]
     told = plan.prediction
@@ -1132,9 +1200,11 @@ def _described(plan: Plan) -> str:
     return "\n".join(f"anybatch.Step: {line}" for line in lines)
 
 
-def _agreed_plan(group: Group, plans: Sequence[Plan | None]) -> tuple[Plan, int]:
+def _agreed_plan(
+    group: Group, plans: Sequence[Plan | None], followed: Plan | None = None
+) -> tuple[Plan, int]:
     """The plan for this rank, and the number of samples over all ranks. `plans`: by rank, each made
-    from the samples of that rank, or None.
+    from the samples of that rank, or None; `followed`: one of them that all ranks follow.
 
     Ranks may run a step differently, but must be able to repeat it the same number of times: when
     memory runs out on one, all move to their next rung, and all ladders must end at the same time. So
@@ -1149,7 +1219,7 @@ def _agreed_plan(group: Group, plans: Sequence[Plan | None]) -> tuple[Plan, int]
             f"{where} is empty in the first call: the plan is made by it, so give some samples."
         )
     sizes = [0 if plan is None else plan.task.global_batch for plan in plans]
-    plan = plans[group.rank] or first
+    plan = followed or plans[group.rank] or first
     if group.size == 1:
         return plan, sizes[0]
     ladders = [_ladder(one) for one in plans if one is not None]

@@ -174,6 +174,25 @@ def test_nothing_to_train(chosen):
         task_of(parameters=chosen).parameters_of(model)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "given", "note"),
+    [
+        (lambda model: torch.optim.SGD(model.parameters(), lr=0.1), None, "a list of parameters."),
+        (lambda named: [p for _, p in named.items()], None, "a list of parameters."),
+        (lambda groups: groups.parameters(), lambda model: [*model.parameters()], "`parameters`"),
+    ],
+)
+def test_an_optimizer_function_is_told_what_it_is_called_with(optimizer, given, note):
+    task = task_of(optimizer=optimizer, parameters=given)
+    with pytest.raises((AttributeError, TypeError, ValueError)) as raised:
+        ab.train(task, progress=False)
+    (told,) = raised.value.__notes__
+    assert told.startswith(
+        "It was raised by the optimizer function of the task, which is called with"
+    )
+    assert note in told
+
+
 def test_progress():
     def at(samples, total):
         return ab.Progress(step=0, samples=samples, epoch=0, total_steps=None, total_samples=total)

@@ -64,7 +64,22 @@ def carry_hooks(model: nn.Module, copied: nn.Module) -> nn.Module:
 def optimizer_for(task: Task, model: nn.Module) -> Any:
     """Return the optimizer that the optimizer function of `task` makes for `model`. Several optimizers
     are combined into one. Raises `InputError` if a parameter is in two of them."""
-    return as_one(task.optimizer(task.parameters_of(model)))
+    params = task.parameters_of(model)
+    try:
+        made = task.optimizer(params)
+    except (AttributeError, TypeError, ValueError) as error:
+        error.add_note(
+            "It was raised by the optimizer function of the task, which is called with "
+            + (
+                "a list of parameters."
+                if task.parameters is None
+                else "what `parameters` returned."
+            )
+            + " To choose options by the names of parameters, give parameters=lambda model:"
+            ' [{"params": [...], "weight_decay": 0.0}, ...], made from model.named_parameters().'
+        )
+        raise
+    return as_one(made)
 
 
 def unhooked(optimizer: Any) -> Any:

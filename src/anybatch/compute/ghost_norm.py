@@ -27,7 +27,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from anybatch.compute.modes import trains
 from anybatch.compute.patch import replace_forward
-from anybatch.compute.synchronised_norm import Exchange, OverRanks, SingleValue
+from anybatch.compute.synchronised_norm import Alike, Exchange, OverRanks, SingleValue
 from anybatch.errors import InputError, some
 
 DEFAULT_GHOST_BATCH = 32
@@ -137,6 +137,17 @@ class GhostBatches:
             yield
         finally:
             self.sizes = ()
+
+    @contextmanager
+    def alone(self, num_ranks: int) -> Iterator[None]:
+        """Context manager for passes that this rank runs alone: nothing is exchanged, and norms act as
+        if all of `num_ranks` ranks had the rows of this one."""
+        exchange = self.exchange
+        self.exchange = None if exchange is None else Alike(num_ranks)
+        try:
+            yield
+        finally:
+            self.exchange = exchange
 
     def undo(self) -> None:
         """Restore the original `forward` of every norm."""

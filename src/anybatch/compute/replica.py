@@ -239,6 +239,10 @@ class Replica:
         """Normalize over ghost batches that are distributed over ranks, by means of `exchange`."""
         self._ghosts.exchange = exchange
 
+    def alone(self, num_ranks: int) -> AbstractContextManager[None]:
+        """Context manager for passes that this rank runs without the others; see `GhostBatches`."""
+        return self._ghosts.alone(num_ranks)
+
     def loss_untouched(self) -> AbstractContextManager[None]:
         """Context manager around passes that are not part of training. Restores what the loss, the
         model's code and hooks keep. The caller has to restore parameters, buffers and gradients."""

@@ -52,6 +52,22 @@ class Exchange(Protocol):
         ...
 
 
+class Alike:
+    """An `Exchange` for passes that a rank runs alone, such as in a rehearsal: it does not communicate,
+    and acts as if `num_ranks` ranks had the rows of this one."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+
+    def begin_pass(self) -> None:
+        """See `Exchange`."""
+
+    def meet(self, place: int, count: int, mine: Tensor) -> tuple[Sequence[int], Tensor]:
+        """See `Exchange`."""
+        del place
+        return [count] * self._num_ranks, mine.expand(self._num_ranks, -1)
+
+
 class OverRanks(TorchFunctionMode):
     """Function mode in which `batch_norm` in training mode normalizes over all ranks.
 

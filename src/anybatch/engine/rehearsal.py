@@ -84,7 +84,7 @@ class Rehearsal:
         self._limit.follow(choice.freed_memory)
         trim()  # memory that earlier passes left free must not be measured
         try:
-            with self._replica.loss_untouched():
+            with self._replica.loss_untouched(), self._replica.alone(self._group.size):
                 found = self._passes(source, choice, most, enough_bytes)
         finally:
             self._replica.switch(after, before)

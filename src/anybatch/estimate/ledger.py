@@ -380,13 +380,17 @@ class _Account:
 
     def _named_phases(self) -> list[str]:
         """Return the phase of each operation. Operations before the first layer of a pass are not
-        part of the loss."""
+        part of the loss. Those after backward, such as detaching the loss, count as part of it."""
         phases: list[str] = []
         has_run = False
+        done = 0  # number of operations up to the last one of backward
         for moment, operation in enumerate(self._timeline.operations, 1):
             if operation.phase != "compute" or operation.backward:
+                if done and not operation.backward and not has_run:
+                    phases[done:] = ["backward"] * (len(phases) - done)
                 has_run = False
                 phases.append("backward" if operation.backward else operation.phase)
+                done = len(phases) if operation.backward else 0
             else:
                 is_loss = self._kinds.is_loss(moment)
                 has_run |= not is_loss

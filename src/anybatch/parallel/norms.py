@@ -19,7 +19,7 @@ same headers and no values follow: the pass is abandoned on all ranks, and they 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -60,8 +60,9 @@ class NormExchange:
 
     Args:
         device: device of the norms.
-        headers: process group for CPU tensors; None: the default one. On CUDA the values are sent over
-            `values`, so that the host never waits for the device.
+        headers: process group for CPU tensors; None: the default one, or a new one of gloo if that has
+            no backend for CPU tensors; all ranks then have to create this object. On CUDA the values
+            are sent over `values`, so that the host never waits for the device.
         values: process group for tensors on `device`; None: the default one.
     """
 
@@ -72,12 +73,22 @@ class NormExchange:
         values: dist.ProcessGroup | None = None,
     ) -> None:
         self._device = device
+        self._own: Any = None  # a process group that is destroyed in `close`
+        if headers is None and "cpu" not in _devices_of_default_group():
+            self._own = dist.new_group(backend="gloo")
+            headers = self._own
         self._headers = headers
         self._values = values
         self._rank = dist.get_rank(headers)
         self._size = dist.get_world_size(headers)
         self._pass = -1
         self._left = -1
+
+    def close(self) -> None:
+        """Destroy the process group that was created for headers, if any."""
+        if self._own is not None and dist.is_initialized():
+            dist.destroy_process_group(self._own)
+        self._own = None
 
     def begin(self) -> None:
         """Begin an attempt."""
@@ -132,6 +143,12 @@ class NormExchange:
         zeros = torch.zeros(width, dtype=torch.float64, device=self._device)
         theirs = zeros.new_empty(self._size, width)
         dist.all_gather(list(theirs.unbind()), zeros, group=self._values)
+
+
+def _devices_of_default_group() -> list[str]:
+    """The types of devices whose tensors the default process group can send."""
+    config = dist.get_backend_config()  # such as "cpu:gloo,cuda:nccl"
+    return [one.partition(":")[0] for one in config.split(",")]
 
 
 def _present(headers: Sequence[_Header]) -> list[_Header]:

@@ -54,18 +54,20 @@ class Replicate(DistributedGroup):
     ) -> None:
         super().__init__(shares, device)
         self.overlaps: bool = overlaps and not synchronised
-        self._norms = NormExchange(device) if synchronised else None
+        self._synchronised = synchronised
+        self._norms: NormExchange | None = None
         self._buckets: Buckets | None = None
         self._sums: Sums = sums or Sums()
 
     def adopt(self, replica: Replica) -> None:
+        if self._synchronised:  # first, since the ranks create it together
+            self._norms = NormExchange(self._device)
+            replica.synchronise(self._norms)
         self._buckets = replica.flatten()
         self._sums.reserve(self._buckets.flats)
         self._buffers = Buffers(
-            replica.model, self._device, self.size, synchronised=self._norms is not None
+            replica.model, self._device, self.size, synchronised=self._synchronised
         )
-        if self._norms is not None:
-            replica.synchronise(self._norms)
 
     def begin(self) -> None:
         if self._norms is not None:
@@ -110,6 +112,10 @@ class Replicate(DistributedGroup):
         if unused and buckets is not None:
             buckets.drop_unused(self._vote.any_of(buckets.used))
         return agreed
+
+    def close(self) -> None:
+        if self._norms is not None:
+            self._norms.close()
 
     def _arrive(self) -> None:
         self._sums.finish(None if self._buckets is None else self._buckets.measure)

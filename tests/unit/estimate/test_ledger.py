@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -178,7 +179,7 @@ def test_kinds_add_up_to_the_peak_and_the_curve_reaches_it():
     assert max(moment.num_bytes for moment in found.curve) == found.num_bytes
     assert max(moment.used_bytes for moment in found.curve) == found.peak.used_bytes
     assert found.peak.used_bytes == found.num_bytes
-    phases = list(dict.fromkeys(moment.phase for moment in found.curve))
+    phases = [phase for phase, _ in groupby(found.curve, key=lambda moment: moment.phase)]
     assert phases == ["input", "forward", "loss", "backward", "update"]
     assert {row.name: row.num_parameters for row in found.layers} == {
         "0": 256 * 512 + 512,
