@@ -606,23 +606,24 @@ class Step:
             with uncounted(), self._meter.aside():  # planning does not count as training
                 return self._planned(batch, size)
 
-        self._own = known or together(group, planned)
-        self._plans = group.exchange(self._own)
-        plan, _ = self._agreed(self._plans)
-        reason = f"{what} does not fit in one piece"
-        engine.follow(plan, step_number(self._num_steps), reason, tells)
-        if group.size > 1:
-            return
-        found = self._rehearsed(engine, batch, is_fixed=known is not None)
-        if found is None:  # the plan that was remembered does not fit any more
-            plan = together(group, planned)
-            assert plan is not None
+        def follow(own: Plan | None, reason: str) -> None:
+            self._own, self._plans = own, group.exchange(own)
+            plan, _ = self._agreed(self._plans)
             engine.follow(plan, step_number(self._num_steps), reason, tells)
-            found = self._rehearsed(engine, batch)
-        assert found is not None
-        self._own, self._plans = found, (found,)
-        engine.follow(found, step_number(self._num_steps), "it was rehearsed", tells)
-        if remembered is not None:
+
+        def rehearsed(is_fixed: bool = False) -> Plan | None:
+            return None if self._own is None else self._rehearsed(engine, batch, is_fixed)
+
+        reason = f"{what} does not fit in one piece"
+        follow(known or together(group, planned), reason)
+        found = together(group, lambda: rehearsed(is_fixed=known is not None))
+        if (
+            found is None and known is not None
+        ):  # the plan that was remembered does not fit any more
+            follow(together(group, planned), reason)
+            found = together(group, rehearsed)
+        follow(found, "it was rehearsed")
+        if remembered is not None and found is not None:
             remembered.keep(found)
 
     def _remembered(self, batch: Any, size: int) -> Remembered | None:
@@ -750,10 +751,11 @@ class Step:
         states = new_state_bytes(plan, self._replica)
         return (plan.budget_bytes or 0) - plan.reserve_bytes - states
 
-    def _rehearsed(self, engine: Transactions, batch: Any, is_fixed: bool = False) -> Plan | None:
-        """The plan of `engine` after it was rehearsed with passes over `batch`; None if its choice
+    def _rehearsed(self, engine: Transactions, batch: Any, is_fixed: bool) -> Plan | None:
+        """The plan of this rank after it was rehearsed with passes over `batch`; None if its choice
         `is_fixed` and does not fit. Raises `NoPlanFits`."""
-        plan, used = engine.plan, self._meter.used_bytes()
+        plan, used = self._own, self._meter.used_bytes()
+        assert plan is not None
         room = self._room_of_passes(plan)
 
         def rehearse(choice: Choice, kernels: KernelChoices | None) -> Rehearsed | None:
@@ -765,7 +767,12 @@ class Step:
             return self._run(engine, batch, choice, size, REHEARSED_PASSES, kernels, enough)
 
         found = Rehearsing(plan, self._replica, rehearse, used, is_fixed=is_fixed).plan()
-        return None if found is None else as_measured(found, plan)
+        if found is None:
+            return None
+        if self._is_synchronised:  # each pass was one ghost batch, whatever was asked for
+            choice = found.choice.model_copy(update={"micro_batch": plan.choice.micro_batch})
+            found = found.model_copy(update={"choice": choice})
+        return as_measured(found, plan)
 
     def _known_peak(self, choice: Choice) -> int:
         """Bytes that passes under `choice` need at least, from trials of the same kind over at most as

@@ -127,6 +127,30 @@ def test_a_larger_part_of_one_rank_is_planned_for_from_the_next_step_on(crew, pa
     assert passes[3] < 20
 
 
+def under_a_budget(rank, size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.Linear(512, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    draw = torch.Generator().manual_seed(rank)
+    batch = torch.randn(8192, 64, generator=draw), torch.randint(2, (8192,), generator=draw)
+
+    def mean(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    with ab.Step(model, optimizer, mean, memory="40MiB", verbose=False) as step:
+        passes = step(batch).num_micro_batches
+        return passes, step.plan
+
+
+def test_a_plan_that_cuts_is_rehearsed_on_every_rank(crew):
+    for passes, plan in crew(2, under_a_budget):
+        assert passes > 1
+        assert plan.prediction.rehearsed
+        assert plan.prediction.peak_bytes <= plan.budget_bytes
+        assert plan.task.global_batch == 2 * 8192
+        assert plan.num_ranks == 2
+
+
 class Tempered(nn.Module):
     def __init__(self, seed):
         super().__init__()
