@@ -6,6 +6,7 @@ import dataclasses
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -59,6 +60,9 @@ hypothesis.settings.register_profile(
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Shells start what runs in the background with SIGINT ignored, and processes hand that on.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     hypothesis.settings.load_profile("deterministic")
     # What is measured on this machine goes into a cache of this run's own, and with it.
     _caches.append(tempfile.TemporaryDirectory(prefix="anybatch-cache-"))

@@ -24,6 +24,7 @@ def anybatch(*arguments: str, **options: object) -> subprocess.CompletedProcess[
     )
 
 
+@pytest.mark.slow
 def test_bad_input_ends_with_2(write_task: Callable[..., Path]):
     write_task("def loss(model, batch): return model(batch[0])[:, 0]\n")
     done = anybatch("train", "task.py")
@@ -58,6 +59,7 @@ def test_an_unknown_word_ends_with_2_and_help_with_0():
     assert anybatch("train", "--help").returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_of_three")
 def test_another_number_of_ranks_than_were_started_ends_with_2(write_task: Callable[..., Path]):
     write_task()
@@ -67,6 +69,7 @@ def test_another_number_of_ranks_than_were_started_ends_with_2(write_task: Calla
     check_told(done.stderr, ("--ranks is 2", "one of 3 that torchrun has started"))
 
 
+@pytest.mark.slow
 def test_an_output_that_nobody_reads_to_its_end_is_no_error(write_task: Callable[..., Path]):
     write_task()
     process = subprocess.Popen(

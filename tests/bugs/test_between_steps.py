@@ -76,6 +76,7 @@ def test_the_script_takes_and_keeps_what_it_wants_and_a_step_has_its_budget():
         assert_held(step, loss)
 
 
+@pytest.mark.slow
 @alone
 def test_memory_that_is_made_between_steps_and_dropped_in_them_widens_no_budget():
     loss, handed = Greedy(), list[Tensor]()
@@ -127,6 +128,7 @@ def test_heaps_of_threads_that_have_ended_widen_no_budget():
             step(X)
 
 
+@pytest.mark.slow
 @alone
 def test_threads_that_a_script_starts_between_steps_widen_no_budget():
     loss, model, done = Greedy(), nn.Linear(4, 2), threading.Event()
@@ -142,6 +144,7 @@ def test_threads_that_a_script_starts_between_steps_widen_no_budget():
             thread.join()
 
 
+@pytest.mark.slow
 @alone
 def test_memory_that_steps_leave_and_the_script_drops_uses_up_no_budget():
     loss, left = Greedy(), list[Tensor]()
@@ -173,6 +176,7 @@ def session_of(loss: Greedy) -> ab.Session:
     return ab.Session(task, ab.plan(task, memory=f"{BUDGET}MiB"))
 
 
+@pytest.mark.slow
 @alone
 def test_a_loop_around_a_session_is_the_users_too():
     loss, kept = Greedy(), list[Tensor]()

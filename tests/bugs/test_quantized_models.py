@@ -107,11 +107,13 @@ def check(layer: Callable[[], nn.Module], num_bytes: int) -> None:
     assert (found - wanted).norm() < 1e-6 * wanted.norm()
 
 
+@pytest.mark.slow
 @alone
 def test_a_weight_that_consists_of_several_tensors():
     check(by_torchao, SIZE * SIZE)
 
 
+@pytest.mark.slow
 @alone
 def test_a_weight_with_its_scales_as_an_attribute():
     check(with_attributes, SIZE * SIZE)

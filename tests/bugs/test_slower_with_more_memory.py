@@ -60,6 +60,7 @@ def stepped(norm: nn.Module) -> tuple[int, str, list[tuple[int, str]]]:
         return done.num_micro_batches, step.plan.choice.freed_memory, tried
 
 
+@pytest.mark.slow
 @alone
 def test_a_batch_is_cut_before_freed_memory_is_returned():
     passes, freed_memory, tried = stepped(nn.LayerNorm(64))
@@ -68,6 +69,7 @@ def test_a_batch_is_cut_before_freed_memory_is_returned():
     assert (WHOLE, "returned") not in tried
 
 
+@pytest.mark.slow
 @alone
 def test_a_batch_that_batch_norm_normalizes_over_is_not_cut():
     passes, freed_memory, _ = stepped(nn.BatchNorm1d(64))

@@ -59,6 +59,7 @@ def run(memory: str, momentum: float = 0.9) -> tuple[int, Tensor, int]:
     return done.num_micro_batches, model[-1].weight.detach().clone(), made
 
 
+@pytest.mark.slow
 @alone
 def test_the_second_run_makes_no_plan_and_takes_the_same_step() -> None:
     first, second = run("200MiB"), run("200MiB")
@@ -70,6 +71,7 @@ def test_the_second_run_makes_no_plan_and_takes_the_same_step() -> None:
     assert run("200MiB", momentum=0.0)[2] == 1  # other optimizer states, another plan
 
 
+@pytest.mark.slow
 @alone
 def test_a_plan_that_does_not_fit_any_more_is_made_anew() -> None:
     keep = steps.key_of

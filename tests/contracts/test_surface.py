@@ -63,6 +63,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
         anybatch.trian  # type: ignore[attr-defined]  # noqa: B018
 
 
+@pytest.mark.slow
 def test_star_imports_everything():
     names = in_a_fresh_process("from anybatch import *; print(*sorted(dir()))").split()
     assert set(anybatch.__all__) <= set(names)
@@ -94,6 +95,7 @@ def test_importing_takes_a_moment():
     assert min(float(in_a_fresh_process(code)) for _ in range(3)) < 0.1
 
 
+@pytest.mark.slow
 def test_importing_touches_neither_environment_nor_signals_nor_threads():
     code = """
 import os, signal, threading

@@ -151,5 +151,6 @@ def outside_forward(rank, size):
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_head_that_is_divided_is_refused_outside_the_forward_pass(crew):
     assert "causal_lm_loss does" in crew(2, outside_forward)[0]

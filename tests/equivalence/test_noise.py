@@ -99,6 +99,7 @@ def test_with_lengths_a_batch_in_tokens_is_measured_too():
         assert same(done, by_hand(task, number, few), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_the_noise_scale_of_unequal_samples_is_that_of_their_gradients_one_by_one():
     task = standing(task_of(dataclasses.replace(RAGGED, loss="pair", steps=200)))
     with ab.Session(task, plan_for(task, 2)) as session:

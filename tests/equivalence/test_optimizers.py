@@ -205,6 +205,7 @@ def test_resumed_with_another_optimizer(tmp_path, before, after):
         run(squares(second), tmp_path, resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "precision"), [*((name, "fp32") for name in NAMES), ("AdamW8bit", "bf16-pure")]
 )

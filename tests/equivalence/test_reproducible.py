@@ -87,6 +87,7 @@ def test_a_hundred_steps(crew, num_ranks):
     assert run(crew, (1.0,) * num_ranks, options)[:2] == alone(*options.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", [(1.0,) * 3, (5.0, 2.0, 1.0), (0.0, 1.0)])
 def test_any_number_of_ranks(crew, shares):
     assert run(crew, shares)[:2] == alone()
@@ -100,6 +101,7 @@ def test_more_ranks_than_parts(crew):
     assert one[:2] == four[:2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_any_way_to_recompute(crew, way, num_ranks):
@@ -111,6 +113,7 @@ def test_updates_some_parameters_at_a_time(update):
     assert trained({}, (1.0,), {"update": update})[:2] == alone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -200,6 +203,7 @@ def failing_in_turn(rank, size, bad_rank):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_memory_that_runs_out_in_any_pass_once_or_twice(crew, bad_rank):
     first, second = crew(2, failing_in_turn, bad_rank)
@@ -208,6 +212,7 @@ def test_memory_that_runs_out_in_any_pass_once_or_twice(crew, bad_rank):
     assert [one for one, _ in second] == [undisturbed] * 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (4, 1), (2, 3)])
 def test_a_run_that_goes_on_elsewhere(crew, tmp_path, before, after):
     """Stopped in the middle of an epoch, and resumed on other ranks with other recomputation."""

@@ -128,6 +128,7 @@ def test_on_other_ranks(crew, tmp_path, before, after):
     assert_close(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "parallel"), [(2, "replicate"), (2, "shard"), (4, "groups")])
 def test_saved_right_after_an_evaluation(crew, tmp_path, ranks, parallel):
     wanted, losses = trained(tokens(), plan_of(tokens(), 1))

@@ -137,6 +137,7 @@ def trained_plainly(**options):
 TILED = Recompute(blocks=("layers.*",), tiled=("layers.*.mlp",), chunked_attention=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repeated", [1, 2])
 @pytest.mark.parametrize("size", [2, 3])
 def test_tied_decoder_with_blocks_run_more_than_once(crew, size, repeated):
@@ -148,6 +149,7 @@ def test_tied_decoder_with_blocks_run_more_than_once(crew, size, repeated):
     assert all(run.state == {} for run in others)  # whole values only where they are used
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repeated", [1, 2])
 def test_mlps_in_tiles_are_gathered_with_their_block(crew, repeated):
     first, _ = crew(2, decoder_as_ranks, {"repeated": repeated}, {"recompute": TILED})
@@ -156,6 +158,7 @@ def test_mlps_in_tiles_are_gathered_with_their_block(crew, repeated):
         torch.testing.assert_close(first.state[name], value, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [None, Recompute(blocks=("layers.*",)), TILED])
 @pytest.mark.parametrize("precision", ["bf16", "bf16-weights"])
 def test_half_precision_is_that_of_one_rank(crew, precision, recompute):

@@ -76,6 +76,7 @@ def test_one_piece_is_the_plain_loop_to_the_bit(memory):
     assert torch.equal(torch.get_rng_state(), after)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_cut_into_ghost_batches_as_large_as_fit_and_told():
     model = Small(channels=64)
     batches = batches_of([64, 64], side=64)

@@ -69,6 +69,7 @@ def test_it_says_what_it_needs():
             step.evaluate(iter([(X, Y)]))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is measured on Linux only")
 @alone
 def test_it_is_held_to_the_budget_and_the_scripts_own_is_not():

@@ -25,6 +25,7 @@ print(result.ended.samples_seen, result.plan.accumulation_steps)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("global_batch", [1, pytest.param(997, marks=pytest.mark.slow), 1_000_000])
 def test_the_budget_does_not_grow_with_the_global_batch(global_batch, warm, tmp_path):
     done = warm(["python", "-c", SCRIPT, global_batch], tmp_path)

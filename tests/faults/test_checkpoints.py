@@ -333,6 +333,7 @@ def leave_only(spare):
     return hoard
 
 
+@pytest.mark.slow
 @alone
 def test_24_mib_are_enough_to_save_and_to_load():
     """A state of 64 MiB; half of it cannot be written as it lies, not being contiguous."""

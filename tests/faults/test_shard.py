@@ -18,6 +18,7 @@ from anybatch.machine import can_enforce
 pytestmark = pytest.mark.faults
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "options"),
     [

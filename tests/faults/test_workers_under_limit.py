@@ -26,6 +26,7 @@ def run(*how):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_without_room_for_their_threads_the_sentence_names_the_workers():
     found = run("of somebody else")
     assert found["told"].startswith(

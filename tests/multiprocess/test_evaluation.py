@@ -141,6 +141,7 @@ def same(ranks, alone):
             assert count == wanted[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "batch"), [("tensors", 7), ("tensors", 4096), ("stream", 7), ("slow", 7)]
 )
@@ -171,6 +172,7 @@ def test_worker_processes_give_the_same(crew):
     same(crew(2, with_workers, "slow", [23], 5, largest, 1), alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensors", "stream"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_metric_objects_are_merged_exactly(crew, size, kind):
@@ -246,6 +248,7 @@ def evaluate_sharded(rank, size, kind, counts, bad_rank, most):
     return found, [type(e) for e in events], plan.choice.evaluation_batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [100, 3])
 @pytest.mark.parametrize("kind", ["tensors", "stream"])
 def test_a_sharded_model_is_evaluated_in_step(crew, kind, most):
@@ -346,6 +349,7 @@ def with_an_error(rank, size, where):
         session.evaluate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "kind", "words"),
     [

@@ -102,6 +102,7 @@ def test_evaluation_is_that_of_one_process(crew):
             assert ranks[2] == pytest.approx(one[2], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_reproducible_runs_have_the_same_bits(crew):
     options = {
         "dtype": torch.float32,

@@ -64,6 +64,7 @@ def everything(tensor: Any, factor: int = 1) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_function_runs_in_each_rank():
     import torch
 
@@ -156,6 +157,7 @@ def fail_in_a_group() -> None:
         distributed.all_reduce(torch.ones(1))
 
 
+@pytest.mark.slow
 def test_of_several_failures_the_first_is_raised():
     with pytest.raises(Own, match="the cause") as raised:
         call(fail_in_a_group, ranks=2)
@@ -191,6 +193,7 @@ except Mine as error:
 """
 
 
+@pytest.mark.slow
 def test_functions_and_classes_of_a_script_travel():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=SECONDS, check=False

@@ -138,6 +138,7 @@ def test_every_machine_ends_with_the_status_of_the_first_cause(tmp_path: Path):
         assert f"anybatch: {who} failed first: it exited with status 3.\n" in errors
 
 
+@pytest.mark.slow
 def test_a_machine_that_does_not_come_is_given_up():
     place = f"127.0.0.1:{free_port()}"
     ((status, _, told),) = run([command(1, place, seconds=1)])

@@ -86,6 +86,7 @@ def fails_on_one(rank, size, how):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["dies", "memory", "raises"])
 def test_a_rank_that_fails_in_it_leaves_no_other_waiting(crew, how):
     outcomes = crew.outcomes(3, fails_on_one, how)
@@ -118,6 +119,7 @@ def unmeasured(rank, size):
     return elsewhere, result.plan
 
 
+@pytest.mark.slow
 def test_neither_a_given_plan_nor_another_machine_is_measured_for(crew):
     for elsewhere, followed in crew(2, unmeasured):
         assert elsewhere.link is not None
@@ -140,6 +142,7 @@ def kept(rank, size, held):
     return grown
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux holds processes to budgets")
 def test_nothing_of_it_stays_in_a_process_that_is_to_be_held_to_a_budget():
     crew = Crew()  # heaps of other tests have room already

@@ -98,6 +98,7 @@ def check(folder: Path) -> None:
         assert len(found) >= 3, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rendezvous",
     [[], pytest.param([f"{os.uname().nodename}:29400"], marks=pytest.mark.slow)],
@@ -108,6 +109,7 @@ def test_ranks_of_a_call(rendezvous: list[str], tmp_path: Path):
     check(tmp_path)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_command(tmp_path: Path):
     run([sys.executable, "-c", COMMAND, str(tmp_path)], tmp_path)
     check(tmp_path)
@@ -180,6 +182,7 @@ def by_mpi(rank: int) -> dict[str, str]:
     return {"PMI_RANK": str(rank), "PMI_SIZE": "2", **local}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variables",
     [
@@ -230,6 +233,7 @@ def test_ranks_of_mpirun(tmp_path: Path):
         assert set(json.loads(path.read_text())) == {"127.0.0.1"}
 
 
+@pytest.mark.slow
 def test_the_two_processes_of_doctor(tmp_path: Path):
     code = f"""
 import os

@@ -45,6 +45,7 @@ def check(crew, world, shares, micro_batch=3, **knobs):
     return ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("global_batch", [1, 7, 100, 101])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_any_global_batch_on_any_number_of_ranks(crew, size, global_batch):
@@ -199,6 +200,7 @@ def with_norms(rank, size, ghost_batch, micro_batch, knobs):
     return session.model.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shares", "ghost_batch", "knobs"),
     [

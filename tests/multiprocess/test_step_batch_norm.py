@@ -107,6 +107,25 @@ def test_sync_batch_norm_normalises_over_the_samples_of_all_ranks(crew, parts):
         assert not told
 
 
+def without_a_backend_for_cpus(rank, size, parts):
+    """As in a process group of NCCL alone: the norms make a group of their own for what is on CPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("anybatch.parallel.norms._devices_of_default_group", lambda: ["cuda"])
+        made, before = [], dist.new_group
+        patch.setattr(dist, "new_group", lambda **kwargs: made.append(before(**kwargs)) or made[-1])
+        found = trained(rank, size, parts)
+    (own,) = made
+    with pytest.raises((TypeError, ValueError)):  # it was destroyed
+        dist.get_backend(own)
+    return found
+
+
+def test_a_process_group_that_sends_no_cpu_tensors(crew):
+    parts = [(4, 3), (1, 5)]
+    whole = [[list(range(sum(sizes)))] for sizes in parts]
+    check_same(crew(2, without_a_backend_for_cpus, parts), *plainly(whole))
+
+
 def test_its_ghost_batches_are_as_many_samples_of_each_rank(crew):
     ranks = crew(2, trained, [(5, 4), (2, 6)], nn.SyncBatchNorm, {"ghost_batch": 2})
     # In the first step the passes of rank 0 are samples 0, 1 and 2, 3, 4; of rank 1 5, 6 and 7, 8.
@@ -121,6 +140,7 @@ def test_batch_norm_looks_at_each_rank_alone(crew):
     assert not any(told for *_, told in ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.SyncBatchNorm])
 def test_what_does_not_fit_is_cut_on_all_ranks_alike(crew, norm):
     """The second batch of rank 1 is the first that does not fit."""

@@ -48,6 +48,7 @@ def check_session(case):
     assert_alike(ours, theirs, case.dtype)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(case=cases)
 def test_sessions_train_as_nano_does(case):

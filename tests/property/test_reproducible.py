@@ -3,6 +3,7 @@
 import dataclasses
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import assume, example, given, settings
 from tests.equivalence.reference import assert_equal, train, train_plainly
 from tests.equivalence.worlds import World, task_of
@@ -11,6 +12,7 @@ from tests.property.test_exactness import learnable, worlds
 import anybatch as ab
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(world=worlds, samples=st.integers(1, 24), parts=st.integers(1, 12))
 @example(world=World(sometimes=True, optimizer="adamw", global_batch=5), samples=2, parts=2)

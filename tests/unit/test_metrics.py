@@ -58,6 +58,7 @@ def test_what_may_not_be_given(metrics: Any, says: str):
         task(metrics)
 
 
+@pytest.mark.slow
 def test_torchmetrics_is_not_imported():
     code = (
         "import sys, anybatch.runs.train, anybatch.metrics; sys.exit('torchmetrics' in sys.modules)"

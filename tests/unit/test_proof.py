@@ -493,6 +493,7 @@ def test_a_models_own_mean_is_named_one_over_tokens(name: str, ignored: int):
     assert "anybatch.model_loss" in cause
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_models_own_mean_is_named_beside_dropout_in_its_attention(name: str):
     verdict = verdict_on(of_language(name, dropout=0.2))

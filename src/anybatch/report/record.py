@@ -7,15 +7,31 @@ curves, a repeated step replaces the first one. The list of events keeps both.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anybatch.events import Evaluated, Event, RunEnded, RunStarted, StepDone
 from anybatch.insight.noise_series import Block, Series
+
+_COLUMNS = (
+    "step",
+    "samples",
+    "loss",
+    "learning_rate",
+    "grad_norm",
+    "seconds",
+    "memory_bytes",
+    "data_seconds",
+)
+"""The fields of `StepDone` that are kept: a run may have millions of steps."""
+
+
+def _empty_columns() -> dict[str, array[float]]:
+    return {name: array("d") for name in _COLUMNS}
 
 
 @dataclass
@@ -32,7 +48,8 @@ class Record:
     ends: list[RunEnded] = field(default_factory=list)
     evaluations: list[Evaluated] = field(default_factory=list)
     others: list[Event] = field(default_factory=list)
-    _steps: dict[int, StepDone] = field(default_factory=dict)
+    _columns: dict[str, array[float]] = field(default_factory=_empty_columns)
+    _metrics: dict[str, array[float]] = field(default_factory=dict)
     _noise: Series = field(default_factory=Series)
     _last_time: float | None = None
 
@@ -47,7 +64,7 @@ class Record:
     @property
     def num_steps(self) -> int:
         """Number of committed steps; repeated steps count once."""
-        return len(self._steps)
+        return len(self._columns["step"])
 
     @property
     def ended(self) -> RunEnded | None:
@@ -74,9 +91,8 @@ class Record:
         return total
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """The values of a field of `StepDone`, one per step; NaN where it is None."""
-        values = [getattr(step, name) for step in self._steps.values()]
-        return np.array(values, dtype=np.float64)  # None becomes NaN
+        """The values of a field of `StepDone` in `_COLUMNS`, one per step; NaN where it is None."""
+        return np.array(self._columns[name])
 
     def noise(self) -> Sequence[Block]:
         """Measurements of the gradient noise in the steps."""
@@ -84,13 +100,14 @@ class Record:
 
     def metric(self, name: str) -> NDArray[np.float64]:
         """The values of a training metric, one per step; NaN where there is none."""
-        return np.array([step.metrics.get(name, math.nan) for step in self._steps.values()])
+        missing = array("d", [math.nan]) * self.num_steps
+        return np.array(self._metrics.get(name, missing))
 
     def metric_names(self) -> list[str]:
         """Names of metrics in order of first occurrence: those of evaluations first, then those of
         training alone."""
-        scored = chain(self.evaluations, self._steps.values())
-        return list(dict.fromkeys(name for event in scored for name in event.metrics))
+        evaluated = (name for event in self.evaluations for name in event.metrics)
+        return list(dict.fromkeys([*evaluated, *self._metrics]))
 
     def _add(self, event: Event) -> None:
         self._last_time = event.time
@@ -98,9 +115,7 @@ class Record:
             while self.evaluations and self.evaluations[-1].step >= event.step:
                 self.evaluations.pop()
         if isinstance(event, StepDone):
-            while self._steps and next(reversed(self._steps)) >= event.step:
-                self._steps.popitem()
-            self._steps[event.step] = event
+            self._add_step(event)
             self._noise(event)
             return
         self.others.append(event)
@@ -110,3 +125,17 @@ class Record:
             self.ends.append(event)
         elif isinstance(event, Evaluated):
             self.evaluations.append(event)
+
+    def _add_step(self, event: StepDone) -> None:
+        steps = self._columns["step"]
+        while steps and steps[-1] >= event.step:
+            for column in (*self._columns.values(), *self._metrics.values()):
+                column.pop()
+        for name in event.metrics:
+            if name not in self._metrics:
+                self._metrics[name] = array("d", [math.nan]) * len(steps)
+        for name, column in self._metrics.items():
+            column.append(event.metrics.get(name, math.nan))
+        for name, column in self._columns.items():
+            value = getattr(event, name)
+            column.append(math.nan if value is None else value)

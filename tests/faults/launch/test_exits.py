@@ -120,6 +120,7 @@ def agent(
         process.communicate()
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_killed_leaves_nothing(
     agent: Callable[..., subprocess.Popen[str]], tmp_path: Path, folder_for_temporary_files: Path
 ):
@@ -163,6 +164,7 @@ def test_a_second_signal_on_the_way_out_leaves_nothing(folder_for_temporary_file
     wait_until(lambda: not list(folder_for_temporary_files.iterdir()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_ranks_of_a_call_end_with_their_agent(
     agent: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: signal.Signals
@@ -176,6 +178,7 @@ def test_ranks_of_a_call_end_with_their_agent(
         check_gone(int((tmp_path / f"{rank}.pid").read_text()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_ranks_of_a_command_may_save_and_say_so(
     agent: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: signal.Signals
@@ -192,6 +195,7 @@ def test_ranks_of_a_command_may_save_and_say_so(
 SILENCED = COMMAND.replace("tests.faults.launch.leaving", "tests.faults.launch.silenced")
 
 
+@pytest.mark.slow
 def test_the_agent_tells_the_cause_where_rank_0_was_ended_before_it_could(
     tmp_path: Path, folder_for_temporary_files: Path
 ):

@@ -72,10 +72,12 @@ def test_all_start_again_when_two_are_killed_and_one_again(
     assert "(restart 2 of 2)" in told.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_rank_is_killed_before_it_has_said_a_word(tmp_path: Path):
     assert add_up(tmp_path, {0: {0: "killed at once"}}, 1, restarts=1) == [(1, 1)]
 
 
+@pytest.mark.slow
 def test_the_last_cause_is_raised_when_no_restart_is_left(tmp_path: Path):
     ends = {attempt: {0: "killed at once"} for attempt in range(9)}
     with pytest.raises(LaunchError) as raised:
@@ -86,6 +88,7 @@ def test_the_last_cause_is_raised_when_no_restart_is_left(tmp_path: Path):
     assert KILLED in str(raised.value)
 
 
+@pytest.mark.slow
 def test_an_exception_of_the_users_code_would_only_be_raised_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
@@ -129,6 +132,7 @@ def family(folder: str) -> None:
     signal.pause()
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_killed_in_the_second_attempt_leaves_nothing(
     tmp_path: Path, nothing_is_left: Path
 ):

@@ -285,6 +285,7 @@ def test_a_plan_that_names_another_module_is_refused(make: Callable[[], nn.Modul
     gradients(model, torch.randn(2, 24, WIDTH))
 
 
+@pytest.mark.slow
 def test_a_sample_that_its_blocks_do_not_hold_whole_is_planned_in_tiles():
     task, machine = task_of(Gated, positions=1 << 15), ab.Machine.here(device="cpu")
     peaks: list[int] = []

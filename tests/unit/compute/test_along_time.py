@@ -87,6 +87,7 @@ class Last(nn.Module):
         return self.head(self.rnn(x)[0][:, -1])
 
 
+@pytest.mark.slow
 def test_long_sequences_are_planned_into_a_budget_that_does_not_hold_one_whole():
     draw = torch.Generator().manual_seed(0)
     task = ab.Task(

@@ -106,6 +106,7 @@ def test_words_too_unlikely_for_a_normal_number_add_nothing_wrong(backend):
     assert torch.allclose(weight.grad[:, 0].double(), likely, rtol=1e-5, atol=1e-37)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", CHUNKED)
 def test_gradients_are_the_slopes_of_the_loss(backend):
     hidden, weight, bias, targets = problem()

@@ -107,6 +107,7 @@ def test_not_for_an_optimizer_that_may_look_at_all_parameters():
     assert "host memory" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_what_would_fit_if_nothing_does():
     with pytest.raises(NoPlanFits) as caught:
         planned(CONTEXT + int(1.5 * WEIGHTS))

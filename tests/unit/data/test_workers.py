@@ -99,6 +99,7 @@ class Deadly(Numbers):
         return index
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_reported_and_replaced(loader):
     each = loader(Deadly(10), shuffle=False, num_workers=1)
     each.begin(0, whole(4))

@@ -46,6 +46,7 @@ def ones(num_mib: int) -> torch.Tensor:
     return torch.ones(num_mib * MIB, dtype=torch.uint8)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's peak is Linux's")
 @alone
 def test_a_pass_over_a_cpu_budget_is_found_and_what_is_set_aside_counts_for_nobody():

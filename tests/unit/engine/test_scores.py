@@ -165,6 +165,7 @@ def alone():
     return {case: over((10,), build(), k, SingleDevice()) for case, (build, k) in CASES.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torchmetrics on memory and on short samples
 def test_what_ranks_find_is_what_one_finds(crew, alone, split):

@@ -89,6 +89,7 @@ def choice(size: int, way: Recompute, precision: Any = "fp32") -> Choice:
     return Choice(micro_batch=size, evaluation_batch=3, precision=precision, recompute=way)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("norm", "device", "flat", "precision"),
     [

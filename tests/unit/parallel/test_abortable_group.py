@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch.distributed as dist
 
 from anybatch.parallel import abortable_group
@@ -53,6 +54,7 @@ def rang(rank, size, rings):
     return found, [group.num_aborts for group in groups]
 
 
+@pytest.mark.slow
 def test_one_rank_aborts_the_group_on_all_and_no_other_group(crew):
     for rings in (0, 1):
         assert crew(3, rang, rings) == [((False, True, False, [1, 0]), [1, 1])] * 3

@@ -79,6 +79,7 @@ def seconds(plan: Plan) -> float:
     return plan.prediction.step_seconds
 
 
+@pytest.mark.slow
 def test_the_faster_layout_is_taken_and_the_other_stays_with_its_reason():
     plan = planned(3.9)
     whole, divided = planned(3.9, "replicate"), planned(3.9, "shard")
@@ -94,6 +95,7 @@ def test_the_faster_layout_is_taken_and_the_other_stays_with_its_reason():
         assert slower or "exceeds the budget by" in other.reason
 
 
+@pytest.mark.slow
 def test_over_a_slow_link_the_model_stays_whole():
     device = Machine.describe("h100-80gb", count=4).with_budget(int(3.7 * GIB)).device
     subject, wishes = subject_of(heavy_task()), Wishes()
@@ -122,6 +124,7 @@ def test_where_memory_is_plenty_each_rank_has_the_whole_model():
     assert peaks == sorted(peaks, reverse=True)
 
 
+@pytest.mark.slow
 def test_where_the_whole_model_fits_no_rank_it_is_divided():
     with pytest.raises(ab.NoPlanFits):
         planned(2.6, "replicate")
@@ -144,6 +147,7 @@ def test_the_least_memory_is_that_of_the_leanest_layout():
     assert planned(least[2] / GIB).parallel == "shard"
 
 
+@pytest.mark.slow
 def test_where_a_part_of_the_model_is_too_much_it_lies_in_host_memory():
     plan = planned(2.2)
     assert plan.parallel == "shard"

@@ -98,6 +98,7 @@ def test_a_plan_for_other_lengths_is_refused():
         pass
 
 
+@pytest.mark.slow
 def test_what_fits_no_plan_is_named():
     with pytest.raises(ab.NoPlanFits) as error:
         ab.plan(task(), memory="8MiB")

@@ -190,6 +190,7 @@ def test_every_candidate_that_was_not_taken_has_its_reason():
     assert any(candidate.peak_bytes > room for candidate in plan.rejected)
 
 
+@pytest.mark.slow
 def test_when_nothing_fits_the_least_memory_is_named_and_is_enough():
     with pytest.raises(ab.NoPlanFits) as caught:
         ab.plan(deep_task(), memory="2MiB")
@@ -244,6 +245,7 @@ def test_a_described_machine_is_planned_for_with_its_own_budget():
     assert less.budget_bytes == 10 << 30
 
 
+@pytest.mark.slow
 def test_planning_allocates_no_weights():
     # 500 million parameters, 2 GB: planned with less than a tenth of that.
     code = """

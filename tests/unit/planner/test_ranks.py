@@ -95,6 +95,7 @@ def test_where_it_does_not_pay_ghost_batches_stay_whole(task):
     assert ab.plan(task, FOUR).norms == "ghosts"
 
 
+@pytest.mark.slow
 def test_a_ghost_batch_that_no_rank_can_hold_is_divided():
     task = images(global_batch=256, ghost_batch=64)
     four = FOUR.with_budget("2.2GiB")

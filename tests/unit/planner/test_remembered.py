@@ -89,6 +89,7 @@ def test_the_second_plan_is_measured_and_not_searched(searches: list[None]):
     assert second.prediction.peak_bytes >= first.prediction.peak_bytes
 
 
+@pytest.mark.slow
 def test_a_run_takes_the_choice_that_was_planned_before(searches: list[None]):
     planned = ab.plan(task(), memory=MEMORY)
     result = ab.train(task(), memory=MEMORY, progress=False)
@@ -108,6 +109,7 @@ OTHERS: dict[str, Callable[[], Plan]] = {
 }
 
 
+@pytest.mark.slow
 def test_another_task_budget_or_wish_is_searched(searches: list[None]):
     ab.plan(task(), memory=MEMORY)
     searched: list[str] = []
@@ -118,6 +120,7 @@ def test_another_task_budget_or_wish_is_searched(searches: list[None]):
     assert searched == list(OTHERS)  # each once
 
 
+@pytest.mark.slow
 def test_the_frontier_is_that_of_the_remembered_plan(searches: list[None]):
     first = ab.plan(task(), memory=MEMORY)
     second = ab.plan(task(), memory=MEMORY, frontier=True)
@@ -128,6 +131,7 @@ def test_the_frontier_is_that_of_the_remembered_plan(searches: list[None]):
     assert len(searches) == 2
 
 
+@pytest.mark.slow
 def test_a_choice_that_does_not_fit_any_more_is_searched_anew(searches: list[None]):
     first = ab.plan(task(), memory=MEMORY)
     assert first.choice.micro_batch < 256
@@ -141,6 +145,7 @@ def test_a_choice_that_does_not_fit_any_more_is_searched_anew(searches: list[Non
     assert len(searches) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["", "{", '{"version": 1}'])
 def test_a_damaged_file_is_as_good_as_none(searches: list[None], content: str):
     ab.plan(task(), memory=MEMORY)
@@ -159,6 +164,7 @@ def test_without_a_budget_what_is_free_now_counts(searches: list[None]):
     assert second.budget_bytes == pytest.approx(free, rel=0.2)
 
 
+@pytest.mark.slow
 def test_predicted_times_are_corrected_by_the_measured_one(searches: list[None]):
     first = ab.plan(task(), memory=MEMORY)
     for plan in (first, ab.plan(task(), memory=MEMORY, frontier=True)):

@@ -69,6 +69,7 @@ def peak(recompute: Recompute) -> int:
 # ------------------------------------------------------------------------- some of the blocks
 
 
+@pytest.mark.slow
 def test_only_as_many_blocks_are_recomputed_as_memory_asks_for():
     none = peak(Recompute())
     every = peak(Recompute(blocks=tuple(f"layers.{i}" for i in range(BLOCKS))))
@@ -285,6 +286,7 @@ def on_a_gpu(recompute: str | Recompute, **wishes: Any) -> Plan:
     return ab.plan(task, Machine.describe("rtx-4090"), recompute=recompute, **wishes)
 
 
+@pytest.mark.slow
 def test_activations_in_host_memory_cost_a_way_there_and_back():
     plain, host = on_a_gpu("none"), on_a_gpu(Recompute(to_host=True))
     assert plain.prediction is not None
@@ -352,6 +354,7 @@ class Huge(nn.Module):
         return x + torch.tanh(wide).mean(dim=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 12])
 def test_one_block_of_one_sample_may_be_more_than_the_room(number: int):
     def model() -> nn.Module:

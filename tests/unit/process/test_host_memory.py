@@ -154,6 +154,7 @@ def group() -> Iterator[list[Path]]:
                 folder.rmdir()
 
 
+@pytest.mark.slow
 @on_linux
 def test_in_a_group_the_budget_is_what_the_group_has_left(group: list[Path]):
     memory, cpu = group[0], group[-1]
@@ -177,6 +178,7 @@ def test_in_a_group_the_budget_is_what_the_group_has_left(group: list[Path]):
     assert str(memory) in told[1]
 
 
+@pytest.mark.slow
 @on_linux
 @pytest.mark.parametrize("flag", ["v", "d"])
 def test_a_limit_of_the_process_bounds_the_budget(flag: str):

@@ -210,6 +210,7 @@ def test_the_plan_counts_the_bits(task_of: Any, base: str):
     assert held < whole - {"int8": 2.8, "nf4": 3.3}[base] * WEIGHTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["int8", "nf4"])
 def test_one_piece_and_many_give_the_same_adapters(task_of: Any, base: Base):
     def found(micro_batch: int) -> dict[str, torch.Tensor]:
@@ -222,6 +223,7 @@ def test_one_piece_and_many_give_the_same_adapters(task_of: Any, base: Base):
     assert_close(found(8), found(3))
 
 
+@pytest.mark.slow
 def test_the_bits_stay_and_a_resumed_run_ends_as_one_that_was_not_stopped(
     task_of: Any, tmp_path: Path
 ):

@@ -87,6 +87,7 @@ def hold(path, pipe):
     pipe.recv()
 
 
+@pytest.mark.slow
 def test_one_writer_at_a_time_among_processes_until_it_dies(tmp_path):
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
