@@ -27,7 +27,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from anybatch.compute.modes import trains
 from anybatch.compute.patch import replace_forward
-from anybatch.compute.synchronised_norm import Alike, Exchange, OverRanks, SingleValue
+from anybatch.compute.synchronised_norm import Exchange, LocalExchange, OverRanks, SingleValue
 from anybatch.errors import InputError, some
 
 DEFAULT_GHOST_BATCH = 32
@@ -143,7 +143,7 @@ class GhostBatches:
         """Context manager for passes that this rank runs alone: nothing is exchanged, and norms act as
         if all of `num_ranks` ranks had the rows of this one."""
         exchange = self.exchange
-        self.exchange = None if exchange is None else Alike(num_ranks)
+        self.exchange = None if exchange is None else LocalExchange(num_ranks)
         try:
             yield
         finally:

@@ -52,7 +52,7 @@ class Exchange(Protocol):
         ...
 
 
-class Alike:
+class LocalExchange:
     """An `Exchange` for passes that a rank runs alone, such as in a rehearsal: it does not communicate,
     and acts as if `num_ranks` ranks had the rows of this one."""
 
