@@ -311,7 +311,6 @@ class Step:
         check_available(wanted, self._where)
         self._engine: Transactions | None = None
         self._group: Group = SingleDevice()
-        self._is_synchronised = False  # SyncBatchNorm on several ranks
         self._num_steps = 0
         self._written: dict[str, None] = {}  # buffers that traced passes wrote to
         self._own: Plan | None = None  # made from this rank's samples
@@ -492,6 +491,7 @@ class Step:
         """Plan for the first batch, and set up."""
         self._norms = tuple(batch_norms(self._model).values())
         self._cut = self._normalising()
+        self._is_synchronised = self._synchronises()
         group = self._group = self._joined()
         with ExitStack() as undo:  # undoes the completed part of the setup if the rest fails
             undo.callback(setattr, self, "_engine", None)
@@ -582,15 +582,20 @@ class Step:
         fits = together(
             group, lambda: fits and known is None and self._fits_whole(engine, batch, size)
         )
+
+        def follow(own: Plan | None, reason: str) -> None:
+            self._own, self._plans = own, group.exchange(own)
+            plan, total = self._agreed(self._plans)
+            engine.follow(plan, step_number(self._num_steps), reason, tells)
+            self._replica.expect(total)
+
         if all(group.exchange(fits)):
-            self._plans = group.exchange(self._own)
-            plan, _ = self._agreed(self._plans)
-            engine.follow(plan, step_number(self._num_steps), f"{what} fits in one piece", tells)
+            follow(self._own, f"{what} fits in one piece")
             return
         if self._is_whole:
             whole = max(group.exchange(0 if self._own is None else size))
-            found = together(group, lambda: self._largest_ghost(engine, batch, size, whole))
-            self._ghost = min(group.exchange(found))
+            ghost = together(group, lambda: self._largest_ghost(engine, batch, size, whole))
+            self._ghost = min(group.exchange(ghost))
             whose = " of each rank" if self._is_synchronised else ""
             if group.rank == 0:
                 warnings.warn(
@@ -606,20 +611,13 @@ class Step:
             with uncounted(), self._meter.aside():  # planning does not count as training
                 return self._planned(batch, size)
 
-        def follow(own: Plan | None, reason: str) -> None:
-            self._own, self._plans = own, group.exchange(own)
-            plan, _ = self._agreed(self._plans)
-            engine.follow(plan, step_number(self._num_steps), reason, tells)
-
         def rehearsed(is_fixed: bool = False) -> Plan | None:
             return None if self._own is None else self._rehearsed(engine, batch, is_fixed)
 
         reason = f"{what} does not fit in one piece"
         follow(known or together(group, planned), reason)
         found = together(group, lambda: rehearsed(is_fixed=known is not None))
-        if (
-            found is None and known is not None
-        ):  # the plan that was remembered does not fit any more
+        if found is None and known is not None:  # the remembered plan does not fit any more
             follow(together(group, planned), reason)
             found = together(group, rehearsed)
         follow(found, "it was rehearsed")
@@ -655,8 +653,6 @@ class Step:
 
         self._own = together(self._group, planned)
         self._confirm(self._engine, batch, fits=False)
-        _, total = self._agreed(self._plans)
-        self._replica.expect(total)
 
     def _fits_whole(self, engine: Transactions, batch: Any, size: int) -> bool:
         """Whether a batch of `size` samples fits in one piece; if so, that becomes the plan of this
@@ -832,14 +828,8 @@ class Step:
         )
 
     def _agreed(self, plans: Sequence[Plan | None]) -> tuple[Plan, int]:
-        """See `_agreed_plan`. If norms are synchronised, ranks recompute the same, and all follow the
-        plan of the rank with the most samples."""
-        if self._is_synchronised:
-            largest = max(
-                filter(None, plans), key=lambda plan: plan.task.global_batch, default=None
-            )
-            return _agreed_plan(self._group, plans, largest)
-        return _agreed_plan(self._group, plans)
+        """See `_agreed_plan`. If norms are synchronised, they are also when blocks are recomputed."""
+        return _agreed_plan(self._group, plans, alike=self._is_synchronised)
 
     def _normalising(self) -> list[bool]:
         """For each BatchNorm layer, whether it normalizes over samples of the pass now, which depends
@@ -859,7 +849,6 @@ class Step:
     def _joined(self) -> Group:
         """The group of the ranks in the script's process group."""
         size = _num_joined()
-        self._is_synchronised = False
         if size == 1:
             _warn_of_ranks_apart()
             return SingleDevice()
@@ -871,12 +860,13 @@ class Step:
             )
         # If the OS may refuse memory, allocations must not overlap with communication.
         overlaps = self._device.type != "cpu" or not (self._limited or is_limited())
-        self._is_synchronised = self._synchronises()
         return Replicate((1.0,) * size, self._device, overlaps, self._is_synchronised)
 
     def _synchronises(self) -> bool:
-        """Whether BatchNorm normalizes over the samples of all ranks. Raises `InputError` if it is to
-        do so over some of them."""
+        """Whether BatchNorm normalizes over the samples of several ranks, all of them. Raises
+        `InputError` if it is to do so over some of them."""
+        if _num_joined() == 1:
+            return False
         cut = [norm for norm, is_cut in zip(self._norms, self._cut, strict=True) if is_cut]
         synced = [norm for norm in cut if isinstance(norm, nn.SyncBatchNorm)]
         groups = {norm.process_group for norm in synced} - {None}
@@ -890,14 +880,14 @@ class Step:
             warnings.warn(
                 "SyncBatchNorm normalises over the samples of each rank here, as BatchNorm does, since"
                 " the loss compares the samples of all ranks (JointLoss).",
-                stacklevel=6,
+                stacklevel=5,
             )
             return False
         if 0 < len(synced) < len(cut):
             warnings.warn(
                 f"{len(cut) - len(synced)} of {len(cut)} BatchNorm layers are not SyncBatchNorm, and"
                 " are normalised over the samples of all ranks as well: convert all of them, or none.",
-                stacklevel=6,
+                stacklevel=5,
             )
         return bool(synced)
 
@@ -1109,9 +1099,9 @@ class _Pieces(Source):
         self._check()
         ghost = self._ghost
         whole = self._count
-        size = max(choice.micro_batch, whole if self._is_whole else min(ghost or 1, whole))
-        if ghost and self._is_synchronised:  # ranks meet for one ghost batch in each pass
-            size = max(1, min(ghost, whole))
+        least = max(1, whole if self._is_whole else min(ghost or 1, whole))
+        # Ranks whose norms are synchronised meet for one ghost batch in each pass.
+        size = least if self._is_synchronised else max(choice.micro_batch, least)
         if ghost and size % ghost and size < whole:
             size = max(ghost, size // ghost * ghost)
         self.ranges = micro_batches(range(whole), size, ghost, whole)
@@ -1131,9 +1121,8 @@ class _Pieces(Source):
         for number, (part, piece) in enumerate(zip(self.ranges, self._pieces(), strict=True)):
             self._copies.keep(piece)
             piece = to_device(piece, self._device, non_blocking=True)
-            cut: Sequence[int] = ghosts(len(part), ghost) if ghost else ()
-            if self._is_synchronised:
-                cut = [len(part)]
+            is_one = self._is_synchronised
+            cut = [len(part)] if is_one else ghosts(len(part), ghost) if ghost else ()
             yield MicroBatch(piece, len(part), cut, last=number == last)
             del piece
             self._copies.passed()
@@ -1207,11 +1196,10 @@ def _described(plan: Plan) -> str:
     return "\n".join(f"anybatch.Step: {line}" for line in lines)
 
 
-def _agreed_plan(
-    group: Group, plans: Sequence[Plan | None], followed: Plan | None = None
-) -> tuple[Plan, int]:
+def _agreed_plan(group: Group, plans: Sequence[Plan | None], alike: bool) -> tuple[Plan, int]:
     """The plan for this rank, and the number of samples over all ranks. `plans`: by rank, each made
-    from the samples of that rank, or None; `followed`: one of them that all ranks follow.
+    from the samples of that rank, or None. `alike`: whether all ranks run a step in the same way, that
+    of the rank with the most samples.
 
     Ranks may run a step differently, but must be able to repeat it the same number of times: when
     memory runs out on one, all move to their next rung, and all ladders must end at the same time. So
@@ -1226,9 +1214,13 @@ def _agreed_plan(
             f"{where} is empty in the first call: the plan is made by it, so give some samples."
         )
     sizes = [0 if plan is None else plan.task.global_batch for plan in plans]
-    plan = followed or plans[group.rank] or first
+    plan = plans[group.rank] or first
     if group.size == 1:
         return plan, sizes[0]
+    if alike:
+        largest = max(filter(None, plans), key=lambda one: one.task.global_batch)
+        told = {name: getattr(largest, name) for name in ("task", "choice", "ladder")}
+        plan = plan.model_copy(update=told)  # the budget stays that of this rank
     ladders = [_ladder(one) for one in plans if one is not None]
     own = _ladder(plan)
     own += [(own or [plan.choice])[-1]] * (max(map(len, ladders)) - len(own))

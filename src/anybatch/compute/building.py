@@ -68,14 +68,10 @@ def optimizer_for(task: Task, model: nn.Module) -> Any:
     try:
         made = task.optimizer(params)
     except (AttributeError, TypeError, ValueError) as error:
+        given = "a list of parameters" if task.parameters is None else "what `parameters` returned"
         error.add_note(
-            "It was raised by the optimizer function of the task, which is called with "
-            + (
-                "a list of parameters."
-                if task.parameters is None
-                else "what `parameters` returned."
-            )
-            + " To choose options by the names of parameters, give parameters=lambda model:"
+            f"It was raised by the optimizer function of the task, which is called with {given}. To"
+            " choose options by the names of parameters, give parameters=lambda model:"
             ' [{"params": [...], "weight_decay": 0.0}, ...], made from model.named_parameters().'
         )
         raise
