@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -59,9 +60,22 @@ def run(memory: str, momentum: float = 0.9) -> tuple[int, Tensor, int]:
     return done.num_micro_batches, model[-1].weight.detach().clone(), made
 
 
+def measure_evenly() -> None:
+    """Have rehearsals find 180 KiB per sample. What glibc's heap holds varies by a fifth from one run
+    to the next: a choice that just fits in the first may not fit in the second, and be made anew."""
+    measured = steps.Step._run
+
+    def even(self: ab.Step, *args: Any, **options: Any) -> Any:
+        found, size = measured(self, *args, **options), args[3]
+        return None if found is None else replace(found, peak_bytes=size * 180 * 2**10)
+
+    steps.Step._run = even
+
+
 @pytest.mark.slow
 @alone
 def test_the_second_run_makes_no_plan_and_takes_the_same_step() -> None:
+    measure_evenly()
     first, second = run("200MiB"), run("200MiB")
     assert first[2] == 1
     assert first[0] > 1
