@@ -61,7 +61,8 @@ _NoModes: Any = torch._C._DisableTorchDispatch
 _protect: Any = torch._C._set_throw_on_mutable_data_ptr
 
 Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype, torch.device]
-"""Shape, strides, offset, dtype and device."""
+"""Shape, strides, offset, dtype and device. The offset of a view in a `_Result` is relative to that
+of the argument whose storage it uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,9 @@ class FakeOpCache:
         with _NoModes():
             elem = torch.empty_strided(shape, strides, dtype=dtype, device=_META)
             if one.view:
-                elem.set_(given[0].untyped_storage(), offset, shape, strides)
+                base = given[0]
+                offset += int(base.storage_offset())
+                elem.set_(base.untyped_storage(), offset, shape, strides)
             state = self._states.get((id(fake), device))
             if state is None:
                 made = FakeTensor(fake, elem, device)
@@ -220,13 +223,16 @@ def _quietly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: Any, given: list[FakeTensor]) -> Any:
     """Return everything that the result depends on, or None if it is not plain. Tensors are added
-    to `given`."""
+    to `given`. Where a tensor begins in its storage matters for views only, so that slices of one
+    batch (ghost batches) share an entry."""
     if type(func) is not OpOverload:
         return None
     # Identified by id, since PyTorch never frees operations, and hashing them takes long.
     key: list[Any] = [id(func), torch.get_default_dtype()]
     if not _read(args, key, given) or (kwargs and not _read(_flat(kwargs), key, given)):
         return None
+    if func.is_view:
+        key += [int(tensor.storage_offset()) for tensor in given]
     if len(given) > 1:
         key.append(len(set(map(id, given))))
     return tuple(key)
@@ -245,7 +251,7 @@ def _read(values: Iterable[Any], key: list[Any], given: list[FakeTensor]) -> boo
                 return False
             if value.dtype.is_complex:  # may be conjugated, which is not in the key
                 return False
-            key.append(_geometry(value))
+            key += (value.shape, value.stride(), value.dtype, value.fake_device)
             given.append(value)
         elif kind in _PLAIN:
             key.append(kind)  # 1, 1.0 and True are equal
@@ -279,28 +285,32 @@ def _answer(result: Any, given: Sequence[FakeTensor], before: list[Geometry]) ->
         parts, container = list(result), type(result)
     else:
         return None
-    theirs = {tensor.untyped_storage()._cdata for tensor in given}
-    numbers = {id(tensor): number for number, tensor in enumerate(given)}
     new: set[int] = set()
     found: list[_Result | None] = []
     for part in parts:
-        one = None if part is None else _plain(part, numbers, theirs, new)
+        one = None if part is None else _plain(part, given, new)
         if one is None and part is not None:
             return None
         found.append(one)
     return _Answer(tuple(found), container)
 
 
-def _plain(part: Any, numbers: dict[int, int], theirs: set[int], new: set[int]) -> _Result | None:
+def _plain(part: Any, given: Sequence[FakeTensor], new: set[int]) -> _Result | None:
     if type(part) is not FakeTensor or part.constant is not None or part.dtype.is_complex:
         return None
     if part.layout is not torch.strided:
         return None
-    if (number := numbers.get(id(part))) is not None:
+    number = next((number for number, tensor in enumerate(given) if tensor is part), None)
+    if number is not None:
         return _Result(number)
     storage = part.untyped_storage()
-    if storage._cdata in theirs:
-        return _Result(-1, _geometry(part), view=True) if len(numbers) == 1 else None
+    if any(storage._cdata == tensor.untyped_storage()._cdata for tensor in given):
+        base, *others = {id(tensor): tensor for tensor in given}.values()
+        if others:
+            return None
+        shape, strides, offset, dtype, device = _geometry(part)
+        offset -= int(base.storage_offset())
+        return _Result(-1, (shape, strides, offset, dtype, device), view=True)
     if storage._cdata in new or storage.nbytes() != _spanned(part):
         return None
     new.add(storage._cdata)
@@ -350,12 +360,48 @@ def _grouped_product(
     return _Answer((_Result(-1, geometry),), None)
 
 
+def _batch_norm(
+    value: FakeTensor, weight: Any, _bias: Any, _mean: Any, _variance: Any, training: bool, *_: Any
+) -> _Answer | None:
+    """The normalized values, the mean, and the inverse of the standard deviation."""
+    if not training or not _is_dense(value):
+        return None
+    saved = _new((value.size(1),), value, value.dtype)
+    return _Answer((_like(value), saved, saved), tuple)
+
+
+def _batch_norm_backward(
+    gradient: FakeTensor, value: FakeTensor, weight: FakeTensor | None, *rest: Any
+) -> _Answer | None:
+    """Gradients of the input, the weight and the bias."""
+    alike = gradient.stride() == value.stride() and gradient.dtype == value.dtype
+    if weight is None or not alike or not _is_dense(value) or not all(rest[-1]):
+        return None
+    per_channel = _new(weight.shape, weight, weight.dtype)
+    return _Answer((_like(value), per_channel, per_channel), tuple)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether `tensor` is contiguous, or its elements neither overlap nor leave gaps and no
+    dim of size one leaves its stride open."""
+    if tensor.stride() == _contiguous(tensor.shape):
+        return True
+    return 1 not in tensor.shape and torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
+def _like(tensor: FakeTensor) -> _Result:
+    return _Result(-1, (tensor.shape, tensor.stride(), 0, tensor.dtype, tensor.fake_device))
+
+
 _RULES: dict[Any, Callable[..., _Answer | None]] = {
+    torch.ops.aten.native_batch_norm.default: _batch_norm,
+    torch.ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
     torch.ops.aten._grouped_mm.default: _grouped_product,
     torch.ops.aten.mkldnn_rnn_layer_backward.default: _lstm_backward,
 }
-"""Grouped products, which PyTorch rejects on fake tensors of some dtypes, and the LSTM's backward,
-in which the biases share one gradient on fake tensors, but not on real ones."""
+"""Grouped products, which PyTorch rejects on fake tensors of some dtypes; the LSTM's backward, in
+which the biases share one gradient on fake tensors, but not on real ones; and BatchNorm, which
+PyTorch decomposes into Python functions that take 10 ms on fake tensors."""
 
 
 def _spanned(tensor: Tensor) -> int:

@@ -39,12 +39,15 @@ def parts_of(model: nn.Module) -> Parts:
     sizes: list[int] = []
     seen: set[int] = set()
     sequence = isinstance(model, nn.Sequential)
+    owners: dict[int, list[int]] = {}  # parameter -> the modules that have it
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            owners.setdefault(id(param), []).append(id(module))
     for name in find_blocks(model) or [n for n, _ in model.named_children() if sequence]:
         block = model.get_submodule(name)
         inside = {id(m) for m in block.modules()}
-        rest = {id(p) for m in model.modules() if id(m) not in inside for p in _own(m)}
         own = {id(p): p.nbytes for p in block.parameters()}
-        if own and not own.keys() & rest:
+        if own and all(inside.issuperset(owners[key]) for key in own):
             sizes.append(sum(own.values()))
             seen |= own.keys()
     return Parts(sum(p.nbytes for p in model.parameters() if id(p) not in seen), tuple(sizes))
@@ -107,10 +110,6 @@ class Division:
 
     def _part(self, size: int) -> int:
         return -(-size // self.ranks)
-
-
-def _own(module: nn.Module) -> list[torch.Tensor]:
-    return list(module.parameters(recurse=False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from anybatch.errors import AnybatchError
 from anybatch.estimate import Footprint, Peak, Subject, evaluation_peak, footprint
 from anybatch.estimate.head import Head
 from anybatch.estimate.peak import LOSS
+from anybatch.estimate.sharding import GATHERED
 from anybatch.estimate.seconds import StepSeconds
 from anybatch.planner.exchange import seconds_of_exchange
 from anybatch.planner.ranks import reserve_of
@@ -115,7 +116,17 @@ class Costs:
                     raise
                 raise Untraceable(choice, error) from error
             self._traced[choice] = found
+            by_kind = found.peak.by_kind
+            saved = sum(by_kind.get(kind, 0) for kind in ("activations", LOSS, GATHERED))
+            self.setting.saved_bytes[self._passes(choice)] = saved
         return found
+
+    def _passes(self, choice: Choice) -> tuple[Choice, int]:
+        """What determines the memory of a pass, except where the optimizer states are: `choice`, and
+        the number of ranks that divide the model."""
+        division = self.subject.division
+        changes = {"optimizer_states": "device", "update": "as given"}
+        return choice.model_copy(update=changes), division.ranks if division else 1
 
     def evaluation(self, choice: Choice) -> Peak:
         """The peak of an evaluation under `choice`, from a trace."""
@@ -128,15 +139,15 @@ class Costs:
     def fits(self, choice: Choice) -> bool:
         """Whether the peak of `choice` is at most `room`, according to a trace, which is not made if a
         lower bound is more."""
-        return (
-            self.least_bytes(choice.recompute, choice.micro_batch) <= self.room >= self.peak(choice)
-        )
+        least = self.least_bytes(choice.recompute, choice.micro_batch)
+        saved = self.setting.saved_bytes.get(self._passes(choice), 0)
+        return max(least, saved) <= self.room >= self.peak(choice)
 
     def least_bytes(self, way: Recompute, micro_batch: int) -> float:
         """A lower bound of the peak: what is held, and what all blocks save for backward, or one of
-        them if all are recomputed."""
+        them if all are recomputed. Of other methods only what is held is known."""
         if way.nested or way.to_host or way.tiled or way.chunked_attention:
-            return 0.0
+            return self.held_bytes(micro_batch)
         kept = self.setting.pace.block_bytes(micro_batch)
         saved = sum(kept)
         if way.blocks:

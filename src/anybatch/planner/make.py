@@ -276,6 +276,8 @@ def _in_chunks(here: Sequence[Costs], wishes: Wishes) -> Iterator[Costs]:
     if wishes.chunked_loss is False:
         return
     whole = [costs for costs in here if costs.subject.division is None]
+    if len(whole) < len(here) and not wishes.chunked_loss:
+        whole = [costs for costs in whole if costs.held_bytes(costs.sizes.smallest) <= costs.room]
     head = _head_of(whole[0], wishes) if whole else None
     if head is not None:
         for costs in whole:

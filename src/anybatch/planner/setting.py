@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
 
 from anybatch.errors import as_setting
 from anybatch.estimate import Subject
@@ -48,6 +48,8 @@ class Setting:
         pace: time of the task on the device in that precision.
         correction: correction of predicted times, from earlier runs.
         watch: see `Wishes`.
+        saved_bytes: bytes at the peak of each traced choice that passes need wherever the optimizer
+            states are: activations, loss, and gathered weights and gradients.
     """
 
     device: Device
@@ -56,6 +58,7 @@ class Setting:
     pace: Pace
     correction: Correction
     watch: Watch | None = None
+    saved_bytes: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
 
 
 def setting_of(

@@ -228,6 +228,17 @@ def batch_norm(x: Tensor, training: bool = True) -> Any:
     return norm(x, w, b, mean, variance, training, 0.1, 1e-5)
 
 
+def batch_norm_backward(x: Tensor, **options: Any) -> Any:
+    weight, mean, inverse = (x.new_ones(x.size(1), **options) for _ in range(3))
+    norm = torch.ops.aten.native_batch_norm_backward
+    with_all = [True, True, True]
+    return norm(x + 1, x, weight, mean, inverse, mean, inverse, True, 1e-5, with_all)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    return x.view(2, 3, 2, 2).to(memory_format=torch.channels_last)
+
+
 OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     "new": lambda x: x + 1,
     "another dtype": lambda x: x > 0,
@@ -255,6 +266,20 @@ OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     ),
     "norm over a batch": lambda x: batch_norm(x.view(2, 3, 4)),
     "norm that does not learn": lambda x: batch_norm(x, training=False),
+    "norm of one position": lambda x: batch_norm(x.view(4, 6, 1, 1)),
+    "norm of transposed": lambda x: batch_norm(x.t()),
+    "norm of strided": lambda x: batch_norm(x[:, ::2]),
+    "norm, channels last": lambda x: batch_norm(channels_last(x)),
+    "norm in half": lambda x: batch_norm(x.bfloat16()),
+    "norm's backward": lambda x: batch_norm_backward(x.view(2, 3, 4)),
+    "norm's backward, channels last": lambda x: batch_norm_backward(channels_last(x)),
+    "norm's backward in half": lambda x: batch_norm_backward(x.half(), dtype=torch.float32),
+    "of slices": lambda x: [part + 1 for part in x.split(2)],
+    "views of slices": lambda x: [part.t()[1:] for part in x.split(1)],
+    "unsafe views of slices": lambda x: [
+        torch.ops.aten._unsafe_view(part, [6]) for part in x.split(1)
+    ],
+    "strided anew": lambda x: [part.as_strided((2,), (1,), 3) for part in x.split(2)],
 }  # fmt: skip
 
 
