@@ -285,35 +285,43 @@ def _answer(result: Any, given: Sequence[FakeTensor], before: list[Geometry]) ->
         parts, container = list(result), type(result)
     else:
         return None
-    new: set[int] = set()
+    arguments = _Arguments(given)
     found: list[_Result | None] = []
     for part in parts:
-        one = None if part is None else _plain(part, given, new)
+        one = None if part is None else _plain(part, arguments)
         if one is None and part is not None:
             return None
         found.append(one)
     return _Answer(tuple(found), container)
 
 
-def _plain(part: Any, given: Sequence[FakeTensor], new: set[int]) -> _Result | None:
+class _Arguments:
+    """Tensors given to an operation, and the storages of its results so far."""
+
+    def __init__(self, given: Sequence[FakeTensor]) -> None:
+        self.numbers: dict[int, int] = {id(tensor): i for i, tensor in enumerate(given)}
+        self.storages: set[int] = {tensor.untyped_storage()._cdata for tensor in given}
+        self.only: FakeTensor | None = given[0] if len(self.numbers) == 1 else None
+        self.new: set[int] = set()
+
+
+def _plain(part: Any, given: _Arguments) -> _Result | None:
     if type(part) is not FakeTensor or part.constant is not None or part.dtype.is_complex:
         return None
     if part.layout is not torch.strided:
         return None
-    number = next((number for number, tensor in enumerate(given) if tensor is part), None)
-    if number is not None:
+    if (number := given.numbers.get(id(part))) is not None:
         return _Result(number)
     storage = part.untyped_storage()
-    if any(storage._cdata == tensor.untyped_storage()._cdata for tensor in given):
-        base, *others = {id(tensor): tensor for tensor in given}.values()
-        if others:
+    if storage._cdata in given.storages:
+        if given.only is None:
             return None
         shape, strides, offset, dtype, device = _geometry(part)
-        offset -= int(base.storage_offset())
+        offset -= int(given.only.storage_offset())
         return _Result(-1, (shape, strides, offset, dtype, device), view=True)
-    if storage._cdata in new or storage.nbytes() != _spanned(part):
+    if storage._cdata in given.new or storage.nbytes() != _spanned(part):
         return None
-    new.add(storage._cdata)
+    given.new.add(storage._cdata)
     return _Result(-1, _geometry(part))
 
 

@@ -17,8 +17,8 @@ from anybatch.errors import AnybatchError
 from anybatch.estimate import Footprint, Peak, Subject, evaluation_peak, footprint
 from anybatch.estimate.head import Head
 from anybatch.estimate.peak import LOSS
-from anybatch.estimate.sharding import GATHERED
 from anybatch.estimate.seconds import StepSeconds
+from anybatch.estimate.sharding import GATHERED
 from anybatch.planner.exchange import seconds_of_exchange
 from anybatch.planner.ranks import reserve_of
 from anybatch.planner.setting import Setting
