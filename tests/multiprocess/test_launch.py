@@ -42,6 +42,39 @@ def nobody_started_this(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
 
 # ------------------------------------------------------------------------------------------ functions
 
+CLOSED = """
+import os
+import sys
+from pathlib import Path
+
+from anybatch.launch import call
+
+
+def rank(folder):
+    print("out")
+    print("err", file=sys.stderr)
+    Path(folder, os.environ["RANK"]).touch()
+
+
+if __name__ == "__main__":
+    call(rank, sys.argv[1], ranks=2)
+"""
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (1, 2)], ids=str)
+def test_ranks_of_a_process_whose_output_is_closed(tmp_path: Path, closed: tuple[int, ...]):
+    script = tmp_path / "script.py"
+    script.write_text(CLOSED, encoding="utf-8")
+    redirected = " ".join(f"{number}>&-" for number in closed)
+    command = f"exec {sys.executable} {script} {tmp_path} {redirected}"
+    done = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.glob("[01]")) == ["0", "1"]
+    read = done.stdout + done.stderr
+    assert ("out" in read, "err" in read) == (1 not in closed, 2 not in closed)
+
 
 def everything(tensor: Any, factor: int = 1) -> dict[str, Any]:
     """What a rank sees, what it computes, and what it is refused."""

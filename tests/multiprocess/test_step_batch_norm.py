@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import anybatch as ab
+from anybatch.plans import Choice, TaskIdentity
+from anybatch.step import _agreed_plan
 
 KIND = {"dtype": torch.float64}
 
@@ -211,3 +214,40 @@ def with_some_of_each(rank, size):
 def test_norms_of_both_kinds_are_told(crew):
     for told in crew(2, with_some_of_each):
         assert any(one.startswith("1 of 2 BatchNorm layers are not SyncBatchNorm") for one in told)
+
+
+def plan_of(num_samples, micro_batch, budget_bytes):
+    return ab.Plan(
+        task=TaskIdentity(
+            name="step",
+            global_batch=num_samples,
+            ghost_batch=8,
+            parameters=1,
+            trainable_parameters=1,
+        ),
+        device="cpu",
+        budget_bytes=budget_bytes,
+        choice=Choice(micro_batch=micro_batch, evaluation_batch=1),
+    )
+
+
+def test_ranks_that_run_alike_follow_the_largest_and_keep_their_budgets():
+    plans = [plan_of(17, 16, 1 << 30), plan_of(200, 64, 2 << 30), None]
+    agreed = [
+        _agreed_plan(SimpleNamespace(rank=rank, size=3), plans, alike=True) for rank in range(3)
+    ]
+    assert {number for _, number in agreed} == {217}
+    assert [plan.budget_bytes for plan, _ in agreed] == [1 << 30, 2 << 30, 1 << 30]
+    for plan, _ in agreed:
+        sizes = [choice.micro_batch for choice in (plan.choice, *plan.ladder)]
+        assert sizes == [64, 32, 16, 8]
+        assert plan.shares == (17.0, 200.0, 0.0)
+
+
+def test_ranks_that_run_on_their_own_have_ladders_of_one_length():
+    plans = [plan_of(17, 16, 1 << 30), plan_of(200, 64, 2 << 30)]
+    agreed = [
+        _agreed_plan(SimpleNamespace(rank=rank, size=2), plans, alike=False)[0] for rank in (0, 1)
+    ]
+    sizes = [[choice.micro_batch for choice in (one.choice, *one.ladder)] for one in agreed]
+    assert sizes == [[16, 8, 8, 8], [64, 32, 16, 8]]

@@ -88,6 +88,9 @@ def main() -> None:
     """Run the command line and exit with a status: 0 success, 2 invalid input, 3 no plan fits, 75
     stopped on request, 130 interrupted (Ctrl-C), 1 any other failure."""
     libraries.stay()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     sys.exit(run(sys.argv[1:]))
 
 

@@ -362,7 +362,9 @@ def _forwarded(folder: Path) -> Iterator[None]:
     thread."""
     with ExitStack() as stack:
         for name, number in (("stdout", 1), ("stderr", 2)):
-            stream: TextIO = getattr(sys, name)
+            stream: TextIO | None = getattr(sys, name)
+            if stream is None:  # closed
+                continue
             with suppress(OSError, ValueError, AttributeError):
                 stream.flush()
                 if stream.fileno() == number:
@@ -463,8 +465,9 @@ def _tail(orders: Orders, end: End) -> str:
 
 
 def _tell(sentence: str) -> None:
-    sys.stderr.write(f"anybatch: {sentence}\n")
-    sys.stderr.flush()
+    if sys.stderr is not None:  # closed
+        sys.stderr.write(f"anybatch: {sentence}\n")
+        sys.stderr.flush()
 
 
 def _status_after(number: signal.Signals, ends: Sequence[End]) -> int:

@@ -83,19 +83,24 @@ def _tie_to(agent: int, folder: Path) -> None:
 
 def _place_output(folder: Path, logs: Path, rank: int) -> None:
     """Make rank 0 write where the agent writes, or into pipes that the agent reads, and the other
-    ranks into files."""
+    ranks into files. Output that the agent has closed is discarded."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, name in ((1, "stdout"), (2, "stderr")):
-        pipe = folder / name
+        pipe, is_closed = folder / name, getattr(sys, name) is None
         if rank:
             target = logs / f"rank-{rank}.log"
             opened = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         elif pipe.exists():
             opened = os.open(pipe, os.O_WRONLY)
+        elif is_closed:
+            opened = os.open(os.devnull, os.O_WRONLY)
         else:
             continue
-        os.dup2(opened, number)
-        os.close(opened)
+        if opened != number:  # the lowest free number
+            os.dup2(opened, number)
+            os.close(opened)
+        if is_closed:
+            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 

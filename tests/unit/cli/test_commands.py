@@ -511,3 +511,10 @@ def test_the_command_gives_rows_as_json(
     assert [row["ranks"] for row in rows] == [1, 2]
     assert all(row["step_seconds"] > 0 for row in rows)
     assert command("scale", "task.py", "--ranks", "1,x").status == 2
+
+
+def test_standard_error_may_be_closed():
+    command = f"exec {sys.executable} -m anybatch plan digits --device 24GiB 2>&-"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stdout.startswith("Plan\n")
