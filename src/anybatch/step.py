@@ -23,7 +23,9 @@ standard error; at the timeout of the process group it raises `PeerLost`.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import operator
 import sys
 import time
 import warnings
@@ -32,6 +34,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakMethod, finalize
@@ -112,6 +115,7 @@ from anybatch.plans import (
     parse_chunked_loss,
     parse_compile,
     parse_precision,
+    parse_recompute,
 )
 from anybatch.process.cuda_driver import take_workspaces
 from anybatch.process.threads import Reminder
@@ -122,7 +126,9 @@ from anybatch.task import (
     JointLoss,
     LossFunction,
     MetricsOfTask,
+    cannot_be_called,
     check_shapes,
+    clip_fault,
     loss_fault,
     parameters_in,
 )
@@ -138,6 +144,9 @@ _FAR = 2
 _WAIT_SECONDS = 300.0
 """Duration of a step with several ranks after which a message says that it may be waiting for another
 rank."""
+
+_INSIDE = (str(Path(__file__).parent), contextlib.__file__)
+"""Files that are skipped when a warning is located: the user's code is outside of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +186,7 @@ class Outcome:
 
 class Step:
     """Runs one global step per call: cuts the batch, weights the micro-batches and commits the update.
-    A call that raises an error changes nothing.
+    A call that raises an error changes nothing, unless the optimizer itself raised it in its update.
 
     With several ranks, the first call copies the parameters and buffers of rank 0 to all ranks;
     optimizer state that exists by then (in a resumed run) must already be the same on all of them.
@@ -210,7 +219,8 @@ class Step:
             the strictest budget applies to the memory of all of them.
         precision: see `plans.Precision`.
         micro_batch: maximum number of samples per forward pass; None: chosen automatically.
-        recompute: what to recompute; None: chosen automatically.
+        recompute: what to recompute: `"none"`, `"all"`, `"nested"`, module names separated by commas,
+            or a `Recompute`; None: chosen automatically.
         chunked_loss: see `plan`; None: chosen automatically.
         clip_norm: maximum 2-norm of the mean gradient, over the parameters that the optimizer trains.
         ghost_batch: number of samples over which BatchNorm normalizes; None: the samples of the call,
@@ -243,7 +253,7 @@ class Step:
         *,
         precision: str = "fp32",
         micro_batch: int | None = None,
-        recompute: Recompute | None = None,
+        recompute: str | Recompute | None = None,
         chunked_loss: bool | None = None,
         clip_norm: float | None = None,
         ghost_batch: int | None = None,
@@ -261,8 +271,14 @@ class Step:
                 f" {type(optimizer).__name__}: give a torch.nn.Module and a torch.optim.Optimizer, or a"
                 " list of such."
             )
-        if fault := loss_fault(loss):
+        if fault := loss_fault(loss) or next(iter(cannot_be_called("loss", loss)), None):
             raise InputError(f"Step cannot train by this loss: {fault}.")
+        if fault := clip_fault(clip_norm):
+            raise InputError(f"{fault}.")
+        if ghost_batch is not None:
+            check_count(ghost_batch, "ghost_batch")
+        if not isinstance(sinks, Iterable) or not all(map(callable, sinks)):
+            raise InputError(f"sinks is {sinks!r}: give a list of functions of an event.")
         _check_unwrapped(model)
         check_shapes(model, "it is given to Step")
         parse_compile(compile)
@@ -279,7 +295,7 @@ class Step:
         self._wishes = Wishes(
             wanted,
             micro_batch,
-            recompute,
+            parse_recompute(recompute, find_recomputable(model), find_chains(model)),
             parse_chunked_loss(chunked_loss),
             compile=compile,
             shapes_vary=True,
@@ -290,7 +306,11 @@ class Step:
                 " samples in dim 0."
             )
         self._keep_grad = keep_grad
-        self._cutting = _Cutting(count_samples or batch_size, slice_batch or slice_samples)
+        for name, function in (("count_samples", count_samples), ("slice_batch", slice_batch)):
+            if function is not None and not callable(function):
+                raise InputError(f"{name} is {function!r}: give a function of a batch.")
+        count = batch_size if count_samples is None else partial(_counted_by, count_samples)
+        self._cutting = _Cutting(count, slice_batch or slice_samples)
         self._clip_norm = clip_norm
         self._ghost_batch = ghost_batch
         self._verbose = verbose
@@ -336,10 +356,16 @@ class Step:
             PeerFailed: another rank raised an error.
             PeerLost: another rank is gone, or did not call.
 
-        After any error, parameters, optimizer and buffers are as before the call, except that an
-        interrupt (Ctrl-C) during the update is raised after the step is done.
+        After any error, parameters, optimizer and buffers are as before the call, with two exceptions:
+        an interrupt (Ctrl-C) during the update is raised after the step is done, and what an update has
+        done before the optimizer, or a hook on its step, raises an error is not undone.
         """
         begun = time.perf_counter()
+        if not torch.is_grad_enabled():
+            raise InputError(
+                "Step trains, and gradients are disabled where it is called (torch.no_grad,"
+                " torch.inference_mode): call it outside of that, and evaluate for losses alone."
+            )
         with self._telling_of_a_wait():
             self._check_joined()
             if self._engine is None:
@@ -437,6 +463,7 @@ class Step:
         self._largest = max(self._largest, source.size)
         if self._is_outgrown or (self._group.size == 1 and self._largest > self._planned_for):
             self._plan_anew(engine, batch if source.size else None)
+            source = self._pieces(batch)  # the plan may have changed the ghost batch
         else:
             engine.grow()
         engine.wish = Wish.PLAN if self._largest > self._planned_for else Wish.NOTHING
@@ -510,11 +537,10 @@ class Step:
             self._undo = undo.pop_all()
         wished = self._wishes.micro_batch
         if any(self._cut) and self._ghost_batch is None and wished and wished < self._planned_for:
-            warnings.warn(
+            _warn(
                 f"micro_batch is {wished}, so BatchNorm normalises over {wished} samples, not over all"
                 f" {self._planned_for} as in one piece: give ghost_batch={wished} if that is meant, or"
                 " leave out micro_batch.",
-                stacklevel=4,
             )
         if self._verbose and group.rank == 0:
             print(_described(engine.plan), file=sys.stderr)  # noqa: T201
@@ -598,11 +624,10 @@ class Step:
             self._ghost = min(group.exchange(ghost))
             whose = " of each rank" if self._is_synchronised else ""
             if group.rank == 0:
-                warnings.warn(
+                _warn(
                     f"a batch of {whole} samples does not fit the memory in one piece, so it is cut,"
                     f" and BatchNorm normalises over ghost batches of {self._ghost} samples{whose} from"
                     " now on. Give ghost_batch to choose their size, or more memory.",
-                    stacklevel=5,
                 )
 
         def planned() -> Plan | None:
@@ -877,17 +902,15 @@ class Step:
                 " the samples of each rank."
             )
         if synced and self._is_joint:
-            warnings.warn(
+            _warn(
                 "SyncBatchNorm normalises over the samples of each rank here, as BatchNorm does, since"
                 " the loss compares the samples of all ranks (JointLoss).",
-                stacklevel=5,
             )
             return False
         if 0 < len(synced) < len(cut):
-            warnings.warn(
+            _warn(
                 f"{len(cut) - len(synced)} of {len(cut)} BatchNorm layers are not SyncBatchNorm, and"
                 " are normalised over the samples of all ranks as well: convert all of them, or none.",
-                stacklevel=5,
             )
         return bool(synced)
 
@@ -1041,11 +1064,26 @@ class Step:
             sink(event)
         ran_out = isinstance(event, Replanned) and event.reason.startswith("memory ran out")
         if isinstance(event, Replanned) and ran_out and not self._sinks:
-            warnings.warn(
+            _warn(
                 f"step {event.step}: {event.reason}. From here on: {event.after} (before:"
                 f" {event.before}).",
-                stacklevel=2,
             )
+
+
+def _counted_by(count_samples: Callable[[Any], Any], batch: Any) -> int:
+    """The number of samples in `batch` by the user's function. Raises `DataError` if it returns
+    something else."""
+    number = count_samples(batch)
+    try:
+        found = operator.index(number)  # integral tensors and NumPy's integers too
+    except TypeError:
+        found = -1
+    if found < 0:
+        raise DataError(
+            f"count_samples returned {number!r}, of type {type(number).__name__}: return the number of"
+            " samples in the batch, a whole number."
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -1243,16 +1281,23 @@ def _num_joined() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def _warn(sentence: str) -> None:
+    """Issue a warning, located at the line of the user's code that led to it."""
+    frame, level = sys._getframe(1), 2
+    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(sentence, stacklevel=level)
+
+
 def _warn_of_ranks_apart() -> None:
     """Warn if several processes were started but not joined, since this Step then trains on its own."""
     with suppress(InputError):  # contradictory variables, which are not used
         member = find()
         if member is not None and member.world_size > 1 and member.rank == 0:
-            warnings.warn(
+            _warn(
                 f"{member.launcher} has started {member.world_size} ranks, but there is no process"
                 " group of torch, so each of them trains by itself: if they are to train one model,"
                 " call torch.distributed.init_process_group before the first call of Step.",
-                stacklevel=6,
             )
 
 

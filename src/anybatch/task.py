@@ -442,6 +442,13 @@ def loss_fault(loss: object) -> str | None:
     return None
 
 
+def clip_fault(clip: object) -> str | None:
+    """What is wrong with a value of `clip_norm`; None: nothing."""
+    if clip is None or (isinstance(clip, int | float) and clip is not True and clip > 0):
+        return None
+    return f"clip_norm is {clip!r}; give a number above zero or None"
+
+
 def check_shapes(model: nn.Module, before: str) -> None:
     """Raises `InputError` if a layer of `model` (such as `nn.LazyLinear`) has not seen an input yet.
     `before` names what must not happen until it has."""
@@ -477,8 +484,8 @@ def _faults(task: Task) -> Iterable[str]:
     for name in ("schedule", "scheduler", "parameters", "collate", "tell"):
         if getattr(task, name) is not None and not callable(getattr(task, name)):
             yield f"{name} is {kind_of(getattr(task, name))}; give a function or None"
-    for name, given in _CALLED_WITH.items():
-        yield from _cannot_be_called(name, getattr(task, name), given)
+    for name in _CALLED_WITH:
+        yield from cannot_be_called(name, getattr(task, name))
     if isinstance(task.loss, type) and issubclass(task.loss, nn.Module):
         yield f"loss is the class {task.loss.__name__}; give a function of model and batch"
     if not isinstance(task.shuffle, bool | np.bool_):
@@ -515,11 +522,8 @@ def _faults(task: Task) -> Iterable[str]:
     if len(lengths) != 1:
         given = f"{' and '.join(lengths)} are given" if lengths else "none of them is given"
         yield f"exactly one of epochs, steps and samples says how long to train, but {given}"
-    clip = task.clip_norm
-    if clip is not None and (
-        isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0
-    ):
-        yield f"clip_norm is {task.clip_norm!r}; give a number above zero or None"
+    if fault := clip_fault(task.clip_norm):
+        yield fault
     for name, choices in _CHOICES.items():
         value = getattr(task, name)
         if value not in choices and not (value is None and name == "scheduler_interval"):
@@ -547,9 +551,10 @@ _CALLED_WITH = {
 """The arguments with which each function of a task is called."""
 
 
-def _cannot_be_called(name: str, value: Any, given: Sequence[str]) -> Iterable[str]:
-    """Yield a sentence if `value`, the function or class called `name`, cannot be called with
-    `given`."""
+def cannot_be_called(name: str, value: Any) -> Iterable[str]:
+    """Yield a sentence if `value`, the function or class of a task called `name`, cannot be called with
+    the arguments that it is given."""
+    given = _CALLED_WITH[name]
     if not callable(value) or (name == "model" and isinstance(value, nn.Module)):
         return
     try:

@@ -104,3 +104,21 @@ def test_the_first_call_prints_the_plan_and_can_be_silent(capfd):
         told = capfd.readouterr().err
         assert told.count("16 samples per step, in one piece") == verbose
         assert ("rehearsed peak" in told) == verbose
+
+
+def test_a_later_batch_that_does_not_fit_is_cut_in_its_own_step():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 256), nn.BatchNorm1d(256), nn.Linear(256, 3)).double()
+    seen = []
+    model[1].register_forward_hook(lambda module, args, result: seen.append(len(args[0])))
+
+    def batch(number):
+        return torch.randn(number, 8, dtype=torch.float64), torch.randint(3, (number,))
+
+    with ab.Step(model, sgd(model), loss, memory="24MiB", verbose=False) as step:
+        step(batch(1000))
+        with pytest.warns(UserWarning, match="does not fit the memory in one piece") as warned:
+            passes = step(batch(8000)).num_micro_batches
+    assert passes > 1
+    assert seen == [1000, *[8000 // passes] * passes]
+    assert {one.filename for one in warned} == {__file__}

@@ -48,11 +48,16 @@ class _Still(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if "dropout" in name:
             return args[0] if args else options["input"]
+        if name == "gumbel_softmax":
+            return _gumbel_softmax(*args, **options)
         if name == "scaled_dot_product_attention":  # dropout_p is its fifth argument
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             options |= {} if len(args) > 4 else {"dropout_p": 0.0}
         elif name == "multi_head_attention_forward":  # dropout_p is its eleventh argument
             args = (*args[:10], 0.0, *args[11:])
+        elif name in ("rrelu", "rrelu_"):  # training is its fourth argument
+            args = (*args[:3], False, *args[4:]) if len(args) > 3 else args
+            options |= {} if len(args) > 3 else {"training": False}
         drawn = func(*args, **options)
         if name in _MEANS and isinstance(drawn, Tensor):
             with torch.no_grad():
@@ -85,6 +90,39 @@ def _bernoulli(drawn: Tensor, args: Any, options: Any) -> None:
     drawn.copy_(chance) if isinstance(chance, Tensor) else drawn.fill_(chance)
 
 
+def _first(drawn: Tensor, args: Any, _options: Any) -> None:
+    """Fill with the first argument, the mean of `poisson(rate)` and the like."""
+    drawn.copy_(args[0])
+
+
+def _integer(drawn: Tensor, args: Any, options: Any) -> None:
+    """Fill with the middle of `randint(low, high, size)`, `randint_like(tensor, low, high)` or
+    `tensor.random_(low, high)`."""
+    numbers = [n for n in args if isinstance(n, int)]
+    numbers += [
+        options[key] for key in ("low", "from", "high", "to") if options.get(key) is not None
+    ]
+    if numbers:
+        low, high = (0, numbers[0]) if len(numbers) == 1 else numbers[:2]
+        drawn.fill_((low + high - 1) // 2)
+
+
+def _counted(drawn: Tensor, _args: Any, _options: Any) -> None:
+    """Fill with 0, 1, 2, ... along the last dim: `randperm`, and indices drawn without replacement."""
+    drawn.copy_(torch.arange(drawn.size(-1), device=drawn.device))
+
+
+def _gumbel_softmax(
+    logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
+) -> Tensor:
+    """Softmax without noise; if `hard`, one-hot with the gradient of the softmax."""
+    soft = (logits / tau).softmax(dim)
+    if not hard:
+        return soft
+    highest = torch.zeros_like(soft).scatter_(dim, soft.argmax(dim, keepdim=True), 1.0)
+    return highest - soft.detach() + soft
+
+
 _MEANS = {
     "rand": partial(_constant, 0.5),
     "rand_like": partial(_constant, 0.5),
@@ -96,5 +134,12 @@ _MEANS = {
     "bernoulli": _bernoulli,
     "bernoulli_": _bernoulli,
     "exponential_": partial(_constant, 1.0),
+    "poisson": _first,
+    "_standard_gamma": _first,
+    "randint": _integer,
+    "randint_like": _integer,
+    "random_": _integer,
+    "randperm": _counted,
+    "multinomial": _counted,
 }
-"""Functions that replace a draw by its mean; `randperm` and `randint` have no suitable mean."""
+"""Functions that replace a draw by its mean, or by a value that is the same for each sample."""

@@ -8,7 +8,8 @@ whole batch if for any samples A and B
 and the same for metrics. The check runs once, before the first micro-batch and without gradients: it
 compares a few samples with the same samples in two parts (one sample with itself repeated). Noise is
 replaced by its mean, dropout is disabled, and BatchNorm uses its running statistics, since these differ
-between any two passes.
+between any two passes. Other random numbers are the same in each pass; if the loss depends on them, the
+check says nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from anybatch.compute.ghost_norm import batch_norms
 from anybatch.compute.loss_reduction_check import warn_of
 from anybatch.compute.modes import preserved
 from anybatch.data.batch_slices import doubled, slice_batch
+from anybatch.data.generators import seed_by
 from anybatch.errors import LossError
 from anybatch.task import Loss, LossFunction
 
@@ -39,9 +41,10 @@ Evaluate: TypeAlias = Callable[[Any, int], "tuple[Loss, bool]"]
 
 _ANOTHER = (
     "gives another loss when the same samples pass a second time, before anything is trained: it, or"
-    " the model, keeps something from one pass to the next (a counter, a running mean), or draws random"
-    " numbers from a generator of its own. So the update depends on the number of passes: let it change"
-    " once per step, between two steps."
+    " the model, keeps something from one pass to the next (a counter, a running mean, a hidden state),"
+    " or draws random numbers from a generator of its own. So the update depends on how the step is"
+    " cut. Let a counter change between two steps. A state of the samples belongs into the batch, and"
+    " its next value into anybatch.Loss(..., outputs=...)."
 )
 
 
@@ -59,6 +62,15 @@ class Sums:
     def returned(self) -> float:
         """The number that the loss function returned: the mean if it returned a plain number."""
         return self.total / self.weight if self.is_plain and self.weight else self.total
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and weight are finite."""
+        return math.isfinite(self.total) and math.isfinite(self.weight)
+
+    def is_same(self, other: Sums, close: float) -> bool:
+        """Whether the loss is the same as in `other`, within the relative tolerance `close`."""
+        return abs(self.total - other.total) <= close * max(abs(self.total), abs(other.total))
 
 
 def check_adds_up(
@@ -91,7 +103,10 @@ def check_adds_up(
     weight that is not additive.
     """
 
-    def sums(piece: Any, count: int) -> Sums:
+    def sums(piece: Any, count: int, key: int = 0) -> Sums:
+        seed_by(key)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(key)
         with _not_for_few_samples():
             return sums_of(*evaluate(piece, count), count)
 
@@ -100,19 +115,22 @@ def check_adds_up(
             some = take(0, num_samples)
         if num_samples == 1:
             some = doubled(some)
-            first = sums(slice_batch(some, 0, 1), 1)
-            parts = Parts(sums(some, 2), first, first, close)
+            pieces = [slice_batch(some, 0, 1)] * 2
+            cut, num_samples = 1, 2
         else:
             with _not_for_few_samples():
-                pieces = take(0, cut), take(cut, num_samples)
-            first, second = sums(pieces[0], cut), sums(pieces[1], num_samples - cut)
-            parts = Parts(sums(some, num_samples), first, second, close)
-        if not parts.is_finite:
-            return False
-        if not parts.adds_up and not parts.is_same(sums(some, parts.together.num_samples)):
+                pieces = [take(0, cut), take(cut, num_samples)]
+        first = sums(pieces[0], cut)
+        if first.is_finite and not first.is_same(sums(pieces[0], cut), close):
             warn_of(function, _ANOTHER)
             return True
-        count = parts.together.num_samples
+        second = sums(pieces[1], num_samples - cut)
+        parts = Parts(sums(some, num_samples), first, second, close)
+        if not parts.together.is_finite:
+            return False
+        if not parts.adds_up and not parts.together.is_same(sums(some, num_samples, key=1), close):
+            return False  # it depends on random numbers
+        count = num_samples
         twice = parts.together if parts.adds_up else sums(doubled(some), 2 * count)
         if fault := parts.fault(twice):
             raise LossError(fault)
@@ -192,16 +210,8 @@ class Parts:
     close: float
 
     @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.together.total) and math.isfinite(self.together.weight)
-
-    @property
     def adds_up(self) -> bool:
         return self._equal(self.together.total, self.first.total, self.second.total)
-
-    def is_same(self, again: Sums) -> bool:
-        """Whether the same samples have the same loss when they are evaluated `again`."""
-        return self._equal(2 * again.total, again.total, self.together.total)
 
     def fault(self, twice: Sums) -> str | None:
         """Return an error message if the loss is certainly wrong, else None. `twice` is the loss of all
@@ -213,8 +223,8 @@ class Parts:
                 f" {_count(a)} and {b.weight:.6g} for {b.num_samples} more, but {both.weight:.6g} for"
                 " all of them together. The gradient is divided by it, so it would depend on how the"
                 " batch is cut: return anybatch.Loss(sum, weight) with the number of samples (or"
-                " tokens) of the sum. To train by the sum itself, see 'My loss is a sum, and shall"
-                " stay one' in the guide."
+                " tokens) of the sum. To train by the sum itself, see 'Keeping a loss that is a"
+                " sum' in the guide."
             )
         if self.adds_up:
             return None
@@ -226,7 +236,7 @@ class Parts:
                     f" {_shown(b)} for {b.num_samples} more, and {_shown(both)} for all of them"
                     " together, but a plain number is taken for the mean, so the gradient would depend"
                     " on how the batch is cut. Return anybatch.Loss(sum, weight=number of samples). To"
-                    " train by the sum itself, see 'My loss is a sum, and shall stay one' in the guide."
+                    " train by the sum itself, see 'Keeping a loss that is a sum' in the guide."
                 )
             return None
         stays = self._equal(twice.total, both.total, 0.0)

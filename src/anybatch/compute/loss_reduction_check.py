@@ -325,7 +325,16 @@ def warn_of_hooks(model: nn.Module, function: LossFunction) -> bool:
     Returns whether a parameter has such hooks.
     """
     for name, param in model.named_parameters():
-        if param._backward_hooks or param._post_accumulate_grad_hooks:
+        if param._post_accumulate_grad_hooks:
+            sentence = (
+                f"the gradient of {name!r} has a hook that runs after it is accumulated. It runs in"
+                " every pass, on the sum over all passes so far, so whatever it changes depends on how"
+                " the step is cut. clip_norm clips the mean, and optimizer.register_step_pre_hook sees"
+                " the gradient once."
+            )
+            _warn(sentence, *_place_of(function))
+            return True
+        if param._backward_hooks:
             sentence = (
                 f"the gradient of {name!r} has a hook, which sees the sum over the samples of one pass,"
                 " not the mean over the global batch. That is exact for a factor or a mask; a clamp, or"

@@ -46,14 +46,19 @@ class Several(Optimizer):
     Attributes:
         parts: the optimizers, in the order in which they update.
 
-    Raises `InputError` if a parameter is in two of them.
+    Raises `InputError` if a parameter is in two of them, or one of them is given twice.
     """
 
     parts: tuple[Optimizer, ...]
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         owner: dict[Tensor, Optimizer] = {}
-        for part in parts:
+        for number, part in enumerate(parts):
+            if any(part is other for other in parts[:number]):
+                raise InputError(
+                    f"the same {type(part).__name__} is given twice, so each step would update twice:"
+                    " give it once."
+                )
             for param in (p for group in part.param_groups for p in group["params"]):
                 if owner.setdefault(param, part) is not part:
                     raise InputError(

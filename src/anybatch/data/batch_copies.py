@@ -1,4 +1,5 @@
-"""Copies of batches, taken before passes that may modify them in place (`x.div_(255)` in a loss).
+"""Copies of batches, taken before passes that may modify them in place (`x.div_(255)` in a loss, or
+`batch.pop("labels")`).
 
 A plain training loop applies such an operation once. A step that is redone, and the second pass of a
 joint loss, need the original batch. Whether passes modify their batches is determined in the first
@@ -7,13 +8,14 @@ pass, for which a copy is always made; later copies are made only if they do.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, MutableMapping
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from anybatch.data.batch_slices import map_leaves, parts_of
+from anybatch.data.batch_slices import map_leaves, names_of_fields, parts_of
 
 
 @final
@@ -27,23 +29,30 @@ class BatchCopies:
     def __init__(self) -> None:
         self.writes: bool | None = None
         self._kept: list[tuple[Any, Any, int]] = []
-        self._last = 0
+        self._contents: list[tuple[Any, Any]] = []  # containers, and what they held
+        self._last = 0, 0
 
     def keep(self, batch: Any) -> None:
         """Copies `batch` before a pass, unless passes are known not to modify their batches."""
-        self._last = len(self._kept)
+        self._last = len(self._kept), len(self._contents)
         if self.writes is not False:
+            self._contents += _contents(batch)
             self._kept += [(leaf, _copied(leaf), _version(leaf)) for leaf in _leaves(batch)]
 
     def passed(self) -> None:
         """Called after the pass: discards the copy unless passes modify their batches."""
+        leaves, containers = self._last
         if self.writes is None:
-            self.writes = any(map(_is_written, self._kept[self._last :]))
+            changed = (not _is_same(*each) for each in self._contents[containers:])
+            self.writes = any(changed) or any(map(_is_written, self._kept[leaves:]))
         if not self.writes:
-            del self._kept[self._last :]
+            del self._kept[leaves:], self._contents[containers:]
 
     def put_back(self) -> None:
         """Restores the batches of this step to their original values."""
+        for container, content in self._contents:
+            if not _is_same(container, content):
+                _fill(container, content)
         for leaf, copy, _ in self._kept:
             if isinstance(leaf, Tensor):
                 leaf.data.copy_(copy)  # through .data: a graph may have saved this version
@@ -53,6 +62,47 @@ class BatchCopies:
     def forget(self) -> None:
         """Discards the copies at the end of the step."""
         self._kept.clear()
+        self._contents.clear()
+
+
+def _contents(batch: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields the containers in `batch` that can be modified, each with a copy of its content."""
+    content = _content(batch)
+    if content is not None:
+        yield batch, content
+    for _, value in parts_of(batch) or ():
+        yield from _contents(value)
+
+
+def _content(node: Any) -> dict[Any, Any] | list[Any] | None:
+    if isinstance(node, MutableMapping):
+        return dict(node)
+    if isinstance(node, list):
+        return list(node)
+    names = names_of_fields(node)
+    return None if names is None else {name: getattr(node, name) for name in names}
+
+
+def _is_same(container: Any, content: dict[Any, Any] | list[Any]) -> bool:
+    """Whether `container` still holds the same objects in the same order."""
+    now = _content(container)
+    if isinstance(now, dict) and isinstance(content, dict):
+        return list(now) == list(content) and all(now[key] is content[key] for key in content)
+    assert now is not None
+    return len(now) == len(content) and all(a is b for a, b in zip(now, content, strict=True))
+
+
+def _fill(container: Any, content: Any) -> None:
+    """Makes `container` hold `content` again."""
+    if isinstance(container, list):
+        container[:] = content
+    elif isinstance(container, MutableMapping):
+        container.clear()
+        for key, value in content.items():
+            container[key] = value
+    else:
+        for name, value in content.items():
+            object.__setattr__(container, name, value)
 
 
 def _leaves(batch: Any) -> list[Any]:

@@ -229,9 +229,15 @@ def parts_of(node: Any) -> list[Part] | None:
         return [(f".{name}", value) for name, value in zip(_fields(node), node, strict=True)]
     if isinstance(node, list | tuple):
         return [(f"[{i}]", value) for i, value in enumerate(node)]
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return [(f".{f.name}", getattr(node, f.name)) for f in dataclasses.fields(node) if f.init]
-    return None
+    names = names_of_fields(node)
+    return None if names is None else [(f".{name}", getattr(node, name)) for name in names]
+
+
+def names_of_fields(node: Any) -> list[str] | None:
+    """Returns the names of the fields of a dataclass instance that are set; None for other objects."""
+    if not dataclasses.is_dataclass(node) or isinstance(node, type):
+        return None
+    return [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
 
 
 def _fields(node: Any) -> tuple[str, ...]:
@@ -239,22 +245,42 @@ def _fields(node: Any) -> tuple[str, ...]:
 
 
 def rebuilt(node: Any, values: list[Any]) -> Any:
-    """Returns a container like `node` that holds `values`, in the order of `parts_of`."""
+    """Returns a container like `node` that holds `values`, in the order of `parts_of`. Constructors of
+    the user's classes are not run again: they may take other arguments, or change what they are given.
+    Other attributes are kept."""
     if isinstance(node, Mapping):
         new = dict(zip(node, values, strict=True))
         if type(node) is dict:
             return new
-        if isinstance(node, MutableMapping):
-            clone = copy.copy(node)  # keeps other attributes, such as a default factory
-            clone.update(new)
-            return clone
-        return type(node)(new)  # type: ignore[call-arg]
+        if not isinstance(node, MutableMapping):
+            return type(node)(new)  # type: ignore[call-arg]
+        clone = copy.copy(node)
+        for key, value in new.items():  # not by `update`, which transformers' ModelOutput refuses
+            clone[key] = value
+        return clone
     if isinstance(node, tuple):
-        return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
+        return _rebuilt_tuple(node, values)
+    if type(node) is list:
+        return values
+    clone = copy.copy(node)
     if isinstance(node, list):
-        return values if type(node) is list else type(node)(values)
-    names = [field.name for field in dataclasses.fields(node) if field.init]
-    return dataclasses.replace(node, **dict(zip(names, values, strict=True)))
+        clone[:] = values
+        return clone
+    for name, value in zip(names_of_fields(node) or (), values, strict=True):
+        object.__setattr__(clone, name, value)  # it may be frozen
+    return clone
+
+
+def _rebuilt_tuple(node: tuple[Any, ...], values: list[Any]) -> Any:
+    if type(node) is tuple:
+        return tuple(values)
+    try:
+        clone = tuple.__new__(type(node), values)
+    except TypeError:  # a tuple that is not written in Python, such as torch.Size
+        return type(node)(values)
+    if hasattr(node, "__dict__"):
+        clone.__dict__.update(node.__dict__)
+    return clone
 
 
 # ---------------------------------------------------------------------------------- batch sizes

@@ -75,7 +75,7 @@ class NonfinitePolicy:
             return PassedOver("every sample that is left in it weighs nothing")
         raise LossError(
             f"the total weight of step {staged.step} is zero, so there is no mean to learn from:"
-            " every sample of its global batch is ignored or weighs nothing."
+            " every sample of its global batch is ignored or weighs nothing, or there is none."
         )
 
     def raised(self, error: Exception, number: int, staged: Staged) -> None:

@@ -27,6 +27,7 @@ from anybatch.plans.names import parse_norms_of_task as parse_norms_of_task
 from anybatch.plans.names import parse_open_precision as parse_open_precision
 from anybatch.plans.names import parse_parallel as parse_parallel
 from anybatch.plans.names import parse_precision as parse_precision
+from anybatch.plans.names import parse_recompute as parse_recompute
 from anybatch.plans.names import parse_sharding as parse_sharding
 from anybatch.plans.plan import VERSION as VERSION
 from anybatch.plans.plan import Plan as Plan

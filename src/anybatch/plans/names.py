@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 from anybatch.errors import InputError
-from anybatch.plans.choice import PRECISION_ALIASES, Precision
+from anybatch.plans.choice import PRECISION_ALIASES, Precision, Recompute
 from anybatch.plans.ranks import (
     Balancing,
     Compression,
@@ -25,7 +26,8 @@ def parse_precision(text: str) -> Precision:
     """The precision named `text`; the names O0 to O3 are accepted. Raises `InputError` for another
     name."""
     known: tuple[str, ...] = Precision.__args__
-    name = PRECISION_ALIASES.get(text.upper(), text.lower())
+    is_text = isinstance(text, str)
+    name = PRECISION_ALIASES.get(text.upper(), text.lower()) if is_text else ""
     if name not in known:
         raise InputError(
             f"precision is {text!r}: choose one of {', '.join(known)},"
@@ -36,7 +38,34 @@ def parse_precision(text: str) -> Precision:
 
 def parse_open_precision(text: str) -> Precision | None:
     """Like `parse_precision`, but returns None for `"auto"`, which leaves the precision open."""
-    return None if text.lower() == "auto" else parse_precision(text)
+    return None if str(text).lower() == "auto" else parse_precision(text)
+
+
+def parse_recompute(wish: object, blocks: Sequence[str], chains: Sequence[str]) -> Recompute | None:
+    """The recompute method for `wish`: None, a `Recompute`, `"none"`, `"all"` of the `blocks` of a
+    model, `"nested"` for its `chains`, or names of modules separated by commas. Raises `InputError`
+    for another value, or if the model has no such modules."""
+    if wish is None or isinstance(wish, Recompute):
+        return wish
+    if wish == "none":
+        return Recompute()
+    named = {"all": blocks, "nested": chains}.get(wish) if isinstance(wish, str) else None
+    if named is None:
+        names = wish.split(",") if isinstance(wish, str) else ()
+        found = tuple(name.strip() for name in names if name.strip())
+        if not found:
+            raise InputError(
+                f"recompute is {wish!r}, which names no module: give 'none', 'all', 'nested' or"
+                " names of modules separated by commas."
+            )
+        return Recompute(blocks=found)
+    if not named:
+        what = "repeated blocks" if wish == "all" else "nn.Sequential of at least three layers"
+        raise InputError(
+            f"recompute is {wish!r}, but the model has no {what}: name the modules to recompute,"
+            " separated by commas, or leave it out."
+        )
+    return Recompute(blocks=tuple(named), nested=wish == "nested")
 
 
 def parse_parallel(text: str | None) -> Parallel | None:

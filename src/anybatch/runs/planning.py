@@ -54,6 +54,7 @@ from anybatch.plans import (
     parse_norms_of_task,
     parse_open_precision,
     parse_parallel,
+    parse_recompute,
 )
 from anybatch.process.cuda_driver import context_bytes
 from anybatch.process.process_memory import keep_freed_memory, return_freed_memory, use_one_heap
@@ -324,7 +325,7 @@ class _Planning:
         return Wishes(
             precision=parse_open_precision(options.precision),
             micro_batch=subject.identity.grain or options.micro_batch,
-            recompute=_recompute(options.recompute, subject),
+            recompute=parse_recompute(options.recompute, subject.blocks, subject.chains),
             chunked_loss=chunked,
             frontier=self.frontier,
             watch=self.watch,
@@ -639,31 +640,6 @@ def _measured_link(watch: Callable[[str], None] | None, held: bool) -> Link | No
         return measured_link(torch.device("cpu"))
     finally:
         keep_freed_memory()
-
-
-def _recompute(wish: str | Recompute | None, subject: Subject) -> Recompute | None:
-    """Parses the `recompute` argument of `plan`. Raises `InputError` if the model has no such
-    modules."""
-    if wish is None or isinstance(wish, Recompute):
-        return wish
-    if wish == "none":
-        return Recompute()
-    named = {"all": subject.blocks, "nested": subject.chains}.get(wish)
-    if named is None:
-        names = tuple(name.strip() for name in wish.split(",") if name.strip())
-        if not names:
-            raise InputError(
-                f"recompute is {wish!r}, which names no module: give 'none', 'all', 'nested' or"
-                " names of modules separated by commas."
-            )
-        return Recompute(blocks=names)
-    if not named:
-        what = "repeated blocks" if wish == "all" else "nn.Sequential of at least three layers"
-        raise InputError(
-            f"recompute is {wish!r}, but the model has no {what}: name the modules to recompute,"
-            " separated by commas, or leave it out."
-        )
-    return Recompute(blocks=named, nested=wish == "nested")
 
 
 def _length_notice(subject: Subject, cut_by_size: bool) -> Iterator[str]:

@@ -97,6 +97,90 @@ def test_nothing_is_said_of_what_adds_up(loss: Callable[[nn.Module, Batch], Any]
     assert trained(loss, micro_batch) == []
 
 
+def diffusion(model: nn.Module, batch: Batch) -> Tensor:
+    """The squared error per sample at a random level of noise."""
+    level = torch.randint(1, 10, (len(batch[0]), 1)) / 10
+    noise = torch.randn_like(batch[0])
+    return (model(level * batch[0] + (1 - level) * noise)[:, :1] - noise).square().mean(1)
+
+
+DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "rrelu": lambda y: F.rrelu(y, training=True),
+    "RReLU": nn.RReLU(),
+    "Gumbel": F.gumbel_softmax,
+    "hard Gumbel": lambda y: F.gumbel_softmax(y, hard=True),
+    "multinomial": lambda y: y.gather(1, torch.multinomial(y.softmax(1), 1)),
+    "Categorical": lambda y: torch.distributions.Categorical(logits=y).sample() * y[:, 0],
+    "Poisson": lambda y: torch.poisson(y.exp()) * y,
+    "Gamma": lambda y: torch.distributions.Gamma(y.exp(), torch.ones(())).rsample(),
+    "Dirichlet": lambda y: torch.distributions.Dirichlet(y.exp()).rsample()[:, 0],
+    "random_": lambda y: y * torch.empty(len(y), 1).random_(5),
+    "random": lambda y: y * random.random(),
+    "numpy": lambda y: y * torch.from_numpy(np.random.rand(len(y), 1)),
+    "mixup": lambda y: 0.3 * y + 0.7 * y[torch.randperm(len(y))],
+}
+
+
+@pytest.mark.parametrize("draw", DRAWN.values(), ids=DRAWN)
+def test_nothing_is_said_of_random_numbers(draw: Callable[[Tensor], Tensor]):
+    def loss(model: nn.Module, batch: Batch) -> ab.Loss:
+        return ab.Loss(draw(model(batch[0])).square().sum(), len(batch[0]))
+
+    assert trained(loss, 8) == []
+
+
+def test_random_numbers_hide_no_fault():
+    def right(model: nn.Module, batch: Batch) -> ab.Loss:
+        return ab.Loss(diffusion(model, batch).sum(), len(batch[0]))
+
+    def wrong(model: nn.Module, batch: Batch) -> ab.Loss:
+        return ab.Loss(diffusion(model, batch).mean(), len(batch[0]))
+
+    def root_of(model: nn.Module, batch: Batch) -> Tensor:
+        return diffusion(model, batch).mean().sqrt()
+
+    assert trained(right, 8) == []
+    with pytest.raises(LossError, match="the sum of the loss is a mean"):
+        trained(wrong, 8)
+    (told,) = trained(root_of, 8)
+    assert "does not add up over samples" in told
+
+
+class Recurrent(nn.Module):
+    """Keeps its hidden state; `fits` starts anew where the number of samples is another."""
+
+    def __init__(self, fits: bool) -> None:
+        super().__init__()
+        self.cell, self.fits, self.state = nn.GRUCell(6, 2), fits, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fits and self.state is not None and len(self.state) != len(x):
+            self.state = None
+        state = self.cell(x, self.state)
+        self.state = state.detach()
+        return state
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_hidden_state_of_the_last_pass_is_told(fits: bool):
+    (told,) = trained(mean, 8, Recurrent(fits))
+    assert "another loss when the same samples pass a second time" in told
+    assert "a hidden state" in told
+
+
+def test_hooks_on_gradients_are_told_by_what_they_see():
+    for register, words in (
+        ("register_hook", "sees the sum over the samples of one pass"),
+        ("register_post_accumulate_grad_hook", "on the sum over all passes so far"),
+    ):
+        model = build()
+        getattr(model[0].weight, register)(lambda gradient: None)
+        with pytest.warns(UserWarning, match=words):
+            ab.Step(model, torch.optim.SGD(model.parameters()), mean, micro_batch=8, verbose=False)(
+                (X, LABELS, R)
+            )
+
+
 def plain_sum(model: nn.Module, batch: Batch) -> Tensor:
     return 2 * summed(model, batch)
 
