@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -245,6 +246,33 @@ def test_a_buffer_that_two_modules_have_stays_one():
         list(session.steps())
         assert model.count is model.inner.count
         assert model.count == 4  # each step as its first part left it: two grains
+
+
+def held_out_loss(shares, evaluation_batch):
+    task = task_of(steps=2)
+    task = replace(task, valid=torch.utils.data.Subset(task.train, range(23)))
+    plan = plan_of(task, shares)
+    choice = plan.choice.model_copy(update={"evaluation_batch": evaluation_batch})
+    with ab.Session(task, plan.model_copy(update={"choice": choice})) as session:
+        list(session.steps())
+        return session.evaluate().loss.hex()
+
+
+def held_out_on_rank(rank, size, shares, evaluation_batch):
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    try:
+        return held_out_loss(shares, evaluation_batch)
+    finally:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            del os.environ[name]
+
+
+@pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 3.0)])
+def test_an_evaluation_has_the_same_bits(crew, shares):
+    """A schedule may depend on it."""
+    expected = held_out_loss((1.0,), 23)
+    assert held_out_loss((1.0,), 2) == expected
+    assert set(crew(2, held_out_on_rank, shares, 7)) == {expected}
 
 
 def test_threads_are_put_back():

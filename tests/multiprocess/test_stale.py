@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
@@ -74,6 +75,7 @@ def test_it_computes_what_a_loop_by_hand_computes(crew, shares, optimizer):
 
 def first_step(rank, size):
     task = task_of(World(steps=3, optimizer="adamw"))
+    warnings.filterwarnings("error", ".*gradient of exactly zero")
     with ab.Session(task, plan_for(task, 3, shares=(1.0,) * size, **STALE)) as session:
         before = [p.detach().clone() for p in session.model.parameters()]
         steps = session.steps()

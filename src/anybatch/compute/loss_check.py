@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -27,10 +27,11 @@ from anybatch.compute.frozen_randomness import calm
 from anybatch.compute.ghost_norm import batch_norms
 from anybatch.compute.loss_reduction_check import warn_of
 from anybatch.compute.modes import preserved
-from anybatch.data.batch_slices import doubled, slice_batch
+from anybatch.data.batch_copies import copied
+from anybatch.data.batch_slices import batch_size, doubled, slice_batch
 from anybatch.data.generators import seed_by
 from anybatch.errors import LossError
-from anybatch.task import Loss, LossFunction
+from anybatch.task import Loss, LossFunction, MetricFunction
 
 LOOKED_AT = 16
 """Maximum number of samples that the check uses."""
@@ -145,6 +146,30 @@ def check_adds_up(
     for sentence in filter(None, warnings):
         warn_of(function, sentence)
     return known or any(warnings)
+
+
+def check_metrics(function: MetricFunction, model: nn.Module, batch: Any, close: float) -> None:
+    """Warn about metrics of `function` that are single numbers and are not additive over the samples of
+    `batch`: means, perhaps. Errors are ignored: the evaluation itself reports them."""
+    with suppress(Exception):
+        few = min(LOOKED_AT, batch_size(batch))
+        cut = max(1, few // 3)
+        if few < 2:
+            return
+        found: list[Sums] = []
+        for start, stop in ((0, few), (0, cut), (cut, few)):
+            values = function(model, copied(slice_batch(batch, start, stop)))
+            size = stop - start
+            metrics = {
+                name: (float(value), float(size))
+                for name, value in values.items()
+                if not isinstance(value, tuple)
+            }
+            found.append(Sums(size, 0.0, float(size), metrics, is_plain=False))
+        parts = Parts(found[0], found[1], found[2], close)
+        for name in parts.together.metrics:
+            if fault := parts.metric(name):
+                warn_of(function, fault, "metric")
 
 
 class _NotForFew(Exception):

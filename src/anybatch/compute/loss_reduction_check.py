@@ -81,10 +81,11 @@ def warn_of_reduction(function: LossFunction, returned: Any, num_samples: int) -
     return sentence is not None
 
 
-def warn_of(function: LossFunction, sentence: str) -> None:
-    """Warn, once, about a loss function, which is the grammatical subject of `sentence`."""
+def warn_of(function: Any, sentence: str, what: str = "loss") -> None:
+    """Warn, once, about a loss function, or a function of another kind (`what`), which is the
+    grammatical subject of `sentence`."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    _warn(f"the loss function {name!r} {sentence}", *_place_of(function))
+    _warn(f"the {what} function {name!r} {sentence}", *_place_of(function))
 
 
 def warn_of_no_gradient(function: LossFunction, step: int) -> None:

@@ -67,6 +67,7 @@ def evaluation_batches(
     lengths: Tensor | None = None,
     most: int = 0,
     endless: int | None = None,
+    unit: int = 1,
 ) -> Iterator[tuple[Any, int]]:
     """Yields (collated batch, number of samples) over this rank's part of `dataset`, with at most
     `batch` samples each.
@@ -83,6 +84,8 @@ def evaluation_batches(
             total length, and a batch has a padded size of at most `most` instead of `batch` samples.
         endless: a stream without a length is considered endless if it yields more samples than this;
             None: no limit. A stream with a length is read up to its length.
+        unit: map-style data without `lengths` is divided in multiples of it, so that batches of this
+            size hold the same samples on any number of ranks.
 
     Raises `InputError` for a stream that can be read only once, `DataError` as
     `Loader` does.
@@ -93,7 +96,7 @@ def evaluation_batches(
     ranks = range(len(shares)) if lockstep else (rank,)
     kept = None if lengths is None else np.delete(lengths.numpy(), list(gaps))
     extent = Extent(len(dataset) - len(gaps), kept)
-    parts = [extent.share(shares, each)[first:] for each in ranks]
+    parts = [extent.share(shares, each, unit)[first:] for each in ranks]
     cuts = [
         _pieces(part, batch) if kept is None else micro_batches_by_length(kept, part, most, None)
         for part in parts

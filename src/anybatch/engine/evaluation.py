@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from anybatch.compute import Replica
 from anybatch.compute.joint import tensors_in, with_tensors
+from anybatch.compute.loss_check import check_metrics, rounding
 from anybatch.compute.modes import evaluating
 from anybatch.data import Bad, BadSamples, to_device
 from anybatch.data.evaluation import join, turns
@@ -125,6 +126,7 @@ class Evaluation:
         self._waits = Waits()
         self._names = Names(group)
         self._scores: tuple[list[int], Scores] | None = None
+        self._are_checked = False  # the functions among the metrics
 
     def means(
         self,
@@ -323,12 +325,31 @@ class Evaluation:
                         one = self._evaluate(loss, batch, num_samples, encodings)
                         sums = _sums(functions, model, batch)
                         inputs = scores.inputs(model, batch)
+                        self._check(functions, sums, batch, num_samples)
                     if num_samples:
                         totals.add(one, sums)
                         scores.update(inputs)
                         samples += num_samples
                 del batch, one, sums, inputs
         return _Part(totals.tensor(), samples, (scores.states(), encodings), totals.names)
+
+    def _check(
+        self,
+        functions: Sequence[MetricFunction],
+        sums: Mapping[str, Any],
+        batch: Any,
+        num_samples: int,
+    ) -> None:
+        """Check, once, metrics that are single numbers. Skipped where ranks synchronize inside passes,
+        since the other ranks would wait there."""
+        if self._are_checked or num_samples < 2 or self._group.lockstep:
+            return
+        self._are_checked = True
+        if all(isinstance(value, tuple) for value in sums.values()):
+            return
+        model = self._replica.model
+        for function in functions:
+            check_metrics(function, model, batch, rounding(model, self._device))
 
     def _evaluate(
         self, loss: LossFunction, batch: Any, num_samples: int, encodings: list[tuple[Any, int]]

@@ -324,7 +324,9 @@ class Transactions:
             return norm
         is_first = not room.has_updated and self._group.rank == 0
         # A hook may already have updated the parameters and cleared the gradients.
-        if norm == 0.0 and is_first and not replica.gradients_are_hooked:
+        # The first step of a stale exchange has no gradient to apply.
+        is_told = replica.gradients_are_hooked or self._group.delays
+        if norm == 0.0 and is_first and not is_told:
             warn_of_no_gradient(replica.loss_as_given, self._step)
         self._randomness.begin_update(self._index)
         before_update()

@@ -83,7 +83,13 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _packed(value: Any) -> bytearray:
-    return bytearray(signed(pickle.dumps(value), os.environ.get(SECRET, ""), "objects"))
+    try:
+        data = pickle.dumps(value)
+    except Exception:  # a class of the user's script, which is known here by value only
+        import cloudpickle
+
+        data = cloudpickle.dumps(value)
+    return bytearray(signed(data, os.environ.get(SECRET, ""), "objects"))
 
 
 def _unpacked(row: Tensor, rank: int) -> Any:

@@ -29,6 +29,8 @@ class Batches:
         group: the ranks.
         device: device of this rank.
         pulse: notified of each batch.
+        grain: size of all batches of a reproducible run, whose results then do not depend on ranks or
+            plan.
 
     Raises `InputError` if the task's lengths of the held-out samples are invalid.
     """
@@ -40,8 +42,10 @@ class Batches:
         group: Group,
         device: torch.device,
         pulse: Pulse,
+        grain: int | None = None,
     ) -> None:
         self._task = task
+        self._grain = grain
         self._longest = longest or 1
         self._group = group
         self._device = device
@@ -70,7 +74,9 @@ class Batches:
             alone: whether this rank takes all of `data`.
             skips: provides the held-out samples that are left out.
         """
-        task, group = self._task, self._group
+        task, group, grain = self._task, self._group, self._grain
+        size = grain or size
+        is_long = data is task.valid and grain is None
         batches = evaluation_batches(
             data,
             task.collate,
@@ -83,9 +89,10 @@ class Batches:
             pin_memory=self._device.type == "cuda",
             lockstep=group.lockstep and not alone,
             gaps=skips.held_out if skips else (),
-            lengths=self._lengths if data is task.valid else None,
+            lengths=self._lengths if is_long else None,
             most=size * self._longest,
             endless=self._endless if data is task.valid else None,
+            unit=grain or 1,
         )
         for batch, num_samples in on_device(batches, self._device):
             self._pulse.beat()

@@ -30,6 +30,7 @@ from anybatch.compute.modes import into_training
 from anybatch.compute.precision import check_available
 from anybatch.compute.synchronised_norm import SingleValue
 from anybatch.data import (
+    BadSamples,
     Extent,
     StepData,
     StreamLoader,
@@ -334,11 +335,17 @@ class Session:
         source, group = self._source(data), self._group
         plan, run = self._engine.plan, self._engine.rehearsal.run
 
+        def measured(choice: Choice, kernels: KernelChoices | None) -> Rehearsed | None:
+            while True:
+                try:
+                    return run(data.index, source, choice, plan.choice, REHEARSED_PASSES, kernels)
+                except BadSamples as error:
+                    if self._skips is None or not error.bad:
+                        raise
+                    source.leave_out(error.bad)  # the step itself will report them
+
         def rehearse(choice: Choice, kernels: KernelChoices | None) -> Rehearsed | None:
-            mine = together(
-                group,
-                lambda: run(data.index, source, choice, plan.choice, REHEARSED_PASSES, kernels),
-            )
+            mine = together(group, lambda: measured(choice, kernels))
             found = [one for one in group.exchange(mine) if one is not None]
             if len(found) < group.size:
                 return None
@@ -650,7 +657,9 @@ class Session:
         )
         self._reads = isinstance(self._loader, StreamLoader)
         self._alone_on_cpu = device.type == "cpu" and group.size == 1
-        self._batches = Batches(task, plan.task.longest, group, device, self._pulse)
+        self._batches = Batches(
+            task, plan.task.longest, group, device, self._pulse, plan.task.grain
+        )
         self._evaluation = Evaluation(
             self._replica,
             group,

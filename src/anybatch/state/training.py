@@ -19,7 +19,8 @@ Parameters that are not trained are rebuilt by the task, if it has a function fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -27,7 +28,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from anybatch.compute import Replica
-from anybatch.compute.low_bit_optimizers import fresh_state, is_compiled, parts_of
+from anybatch.compute.low_bit_optimizers import fresh_state, is_compiled, parts_of, state_kinds
+from anybatch.compute.multi_optimizer import parts_of as optimizers_of
 from anybatch.data import identity_of_batch, num_samples_of
 from anybatch.engine import LearningRate
 from anybatch.errors import InputError, kind_of
@@ -59,6 +61,8 @@ class Facts(BaseModel):
         aliases: additional names of weights in the model's `state_dict`, for example of tied weights,
             and the names that they refer to.
         transient: names of weights that are not in the `state_dict`: buffers that are not persistent.
+        trained: names of the parameters that the optimizer trains, in the order of their numbers; empty
+            for those that the model does not have.
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=True)
@@ -79,6 +83,7 @@ class Facts(BaseModel):
     base: dict[str, int] = {}
     aliases: dict[str, str] = {}
     transient: list[str] = []
+    trained: list[str] = []
 
     @classmethod
     def of(cls, found: Found) -> Facts:
@@ -161,6 +166,7 @@ class TrainingState:
             base=base,
             aliases=self._aliases,
             transient=self._transient,
+            trained=self._trained(),
             **facts,
         )
         return Content(tensors, told.model_dump(mode="json"))
@@ -178,7 +184,8 @@ class TrainingState:
         tensors = self._weights(facts.base)
         tensors |= self._others(found)
         self._check_model(found, tensors, facts.base, "weights/", "parameters/")
-        parameters = self._replica.parameters
+        parameters = self._in_order(found, facts.trained)
+        self._check_optimizer(found, parameters)
         for name, (shape, dtype) in found.tensors.items():
             kind, _, rest = self._of_this_rank(name, found).partition("/")
             if kind != "optimizer":
@@ -232,6 +239,60 @@ class TrainingState:
             self._group.shares = tuple(facts.shares)
         self._group.restored()
         return facts
+
+    def _trained(self) -> list[str]:
+        names = {id(tensor): name for name, tensor in self._replica.weights.items()}
+        return [names.get(id(param), "") for param in self._replica.parameters]
+
+    def _in_order(self, found: Found, saved: Sequence[str]) -> Sequence[nn.Parameter]:
+        """Returns the parameters in the order in which the checkpoint numbers them, which had the names
+        `saved` (empty: not known, by an earlier version). Raises `InputError` if the checkpoint has
+        states of parameters that are not trained now."""
+        now, parameters = self._trained(), self._replica.parameters
+        if not saved or saved == now[: len(saved)] or "" in saved:
+            return parameters
+        known = dict(zip(now, parameters, strict=True))
+        if gone := [name for name in saved if name not in known]:
+            more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
+            raise InputError(
+                f"the checkpoint {found.folder} is of another optimizer: it trained {gone[0]!r}{more},"
+                " which the optimizer is not given now. Train on as before, or begin anew (from its"
+                " weights, if you like) in another folder."
+            )
+        rest = [param for name, param in known.items() if name not in saved]
+        return [*(known[name] for name in saved), *rest]
+
+    def _check_optimizer(self, found: Found, parameters: Sequence[nn.Parameter]) -> None:
+        """Raises `InputError` if the checkpoint lacks states that the optimizer keeps: it is of another
+        optimizer, or of other options."""
+        optimizer = self._replica.optimizer
+        saved: dict[int, set[str]] = {}
+        for name in found.tensors:
+            kind, _, rest = self._of_this_rank(name, found).partition("/")
+            if kind == "optimizer":
+                number, _, key = rest.partition("/")
+                if number.isdecimal():
+                    saved.setdefault(int(number), set()).add(key.partition("/")[0])
+        kinds: dict[int, list[str]] = {}  # by group
+        for number, keys in saved.items():
+            if number >= len(parameters):
+                continue
+            group = self._group_of.get(parameters[number])
+            if group is None or not parameters[number].dim():
+                continue
+            if id(group) not in kinds:
+                with suppress(
+                    Exception
+                ):  # an optimizer whose states are only known after an update
+                    kinds[id(group)] = state_kinds(optimizer, group)
+            missing = [kind for kind in kinds.get(id(group), ()) if kind not in keys]
+            if missing:
+                raise InputError(
+                    f"the checkpoint {found.folder} is of another optimizer: its states are"
+                    f" {', '.join(sorted(keys))}, and {_names_of(optimizer)} needs {missing[0]!r}."
+                    " Train on with the optimizer and the options that it was begun with, or begin"
+                    " anew (from its weights, if you like) in another folder."
+                )
 
     def _identity(self) -> dict[str, Plain]:
         task = self._task
@@ -370,6 +431,10 @@ class TrainingState:
                 " its weights in another folder."
             )
         return here
+
+
+def _names_of(optimizer: Any) -> str:
+    return " and ".join(type(part).__name__ for part in optimizers_of(optimizer))
 
 
 def _names_in_state_dict(model: nn.Module) -> tuple[dict[str, str], list[str]]:

@@ -29,6 +29,22 @@ def test_ranks_together_see_every_sample_once(dataset, world_size):
         assert seen == list(range(10))
 
 
+@pytest.mark.parametrize(
+    "dataset", [TensorDataset(torch.arange(23)), Stream(23)], ids=["memory", "stream"]
+)
+def test_batches_of_one_unit_hold_the_same_samples_on_any_ranks(dataset):
+    found = []
+    for shares in ((1.0,), (1.0, 1.0), (3.0, 1.0, 2.0)):
+        batches = [
+            tuple((batch if isinstance(batch, torch.Tensor) else batch[0]).tolist())
+            for rank in range(len(shares))
+            for batch, _ in evaluation_batches(dataset, None, 5, rank=rank, shares=shares, unit=5)
+        ]
+        found.append(sorted(batches))
+    assert found[0] == found[1] == found[2]
+    assert [len(batch) for batch in found[0]] == [5, 5, 5, 5, 3]
+
+
 def test_workers_give_the_same_and_end():
     plain = repr(list(evaluation_batches(Augmented(10), None, 4)))
     assert repr(list(evaluation_batches(Augmented(10), None, 4, num_workers=2))) == plain
