@@ -345,7 +345,8 @@ class Evaluation:
         if self._are_checked or num_samples < 2 or self._group.lockstep:
             return
         self._are_checked = True
-        if all(isinstance(value, tuple) for value in sums.values()):
+        is_named = isinstance(sums, Mapping)  # otherwise adding them up raises an error
+        if not is_named or all(isinstance(value, tuple) for value in sums.values()):
             return
         model = self._replica.model
         for function in functions:
