@@ -36,6 +36,12 @@ def worded(python: str, option: str) -> str:
     return option if _is_command_line else python
 
 
+def setting(name: str) -> str:
+    """The name of a setting for a message: `micro_batch` in Python, `--micro-batch` on the command
+    line. Text that is no name is returned as it is."""
+    return worded(name, f"--{name.replace('_', '-')}") if name.isidentifier() else name
+
+
 def as_setting(name: str, value: str | int | None = None) -> str:
     """A setting for a message: `memory="1GiB"` in Python, `--memory 1GiB` on the command line. Without
     a value: `memory=` and `--memory`; with True: `resume=True` and `--resume`."""

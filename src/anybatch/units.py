@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 
-from anybatch.errors import InputError
+from anybatch.errors import InputError, setting
 
 _BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DECIMAL = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -23,17 +23,17 @@ def parse_bytes(text: str | int | float, name: str = "memory") -> int:
     """
     remedy = "write a size above zero such as 512MiB, 10GiB or 24GB"
     if isinstance(text, bool) or not isinstance(text, str | int | float):
-        raise InputError(f"{name} is {text!r}, which is not a size: {remedy}.")
+        raise InputError(f"{setting(name)} is {text!r}, which is not a size: {remedy}.")
     if isinstance(text, int | float):
         number, factor = float(text), 1
     else:
         match = _SIZE.fullmatch(text)
         factor = _factor(match["unit"]) if match else None
         if match is None or factor is None:
-            raise InputError(f"{name} is {text!r}, which is not a size: {remedy}.")
+            raise InputError(f"{setting(name)} is {text!r}, which is not a size: {remedy}.")
         number = float(match["number"])
     if not math.isfinite(number) or number * factor < 1:
-        raise InputError(f"{name} is {text!r}, which leaves no room at all: {remedy}.")
+        raise InputError(f"{setting(name)} is {text!r}, which leaves no room at all: {remedy}.")
     return int(number * factor)
 
 
@@ -51,7 +51,7 @@ def _factor(unit: str) -> int | None:
 def check_count(value: object, name: str, least: int = 1) -> None:
     """Raises `InputError` unless `value` is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{name} is {value!r}: give a whole number of at least {least}.")
+        raise InputError(f"{setting(name)} is {value!r}: give a whole number of at least {least}.")
 
 
 def parse_count(text: str, name: str) -> int:
@@ -64,7 +64,8 @@ def parse_count(text: str, name: str) -> int:
     count = float(match["number"]) * factor if match and factor else 0.0
     if count < 1 or not count.is_integer():
         raise InputError(
-            f"{name} is {text!r}: give a whole number of at least 1, such as 4096 or 4K (4 x 1024)."
+            f"{setting(name)} is {text!r}: give a whole number of at least 1, such as 4096 or 4K"
+            " (4 x 1024)."
         )
     return int(count)
 
@@ -82,7 +83,8 @@ def parse_seconds(text: str, name: str) -> float:
     seconds = float(match["number"]) * unit if match and unit else 0.0
     if not 0.0 < seconds < math.inf:
         raise InputError(
-            f"{name} is {text!r}, which is not a time: write one above zero such as 30s, 10min or 2h."
+            f"{setting(name)} is {text!r}, which is not a time: write one above zero such as 30s,"
+            " 10min or 2h."
         )
     return seconds
 

@@ -149,7 +149,7 @@ WORDS = [
     Bad(
         "shard-over-no-divisor",
         "",
-        ("divided over 3 ranks", "4 ranks cannot be parted"),
+        ("divided over 3 ranks", "does not divide the number of ranks, 4"),
         "plan task.py --shard-over 3 --devices 4",
     ),
     Bad(
@@ -216,7 +216,13 @@ WORDS = [
     Bad("restarts", "", ("restarts is -1", "at least 0"), "train task.py --restarts -1"),
     Bad("often", "", ("'often'", "30s, 10min or 2h"), "train task.py --checkpoint-every often"),
     Bad("every-0", "", ("checkpoint_every is '0'",), "train task.py --checkpoint-every 0"),
-    Bad("stall-0", "", ("stall_seconds is 0",), "train task.py --stall-seconds 0"),
+    Bad(
+        "setting-twice",
+        "",
+        ("-s lr is given twice, as '1' and '2'",),
+        "plan digits -s lr=1 -s lr=2",
+    ),
+    Bad("stall-0", "", ("stall-seconds is 0",), "train task.py --stall-seconds 0"),
     Bad("out-is-a-file", "", ("task.py", "File exists"), "train task.py --out task.py"),
     Bad("out-deep-below", "", ("task.py/a/b", "--out"), "train task.py --out task.py/a/b"),
     Bad(

@@ -37,7 +37,7 @@ def run(folder: Path, write_task: Callable[..., Path], command: Callable[..., Ou
         ("evaluate run --memory 12XB", ("'12XB'", "not a size"), 2),
         ("evaluate run --memory 900TiB", ("'900TiB'", "has only"), 2),
         ("evaluate run --memory 256KiB", ("256 KiB", "Give it at least"), 3),
-        ("evaluate run --micro-batch 0", ("micro_batch is 0", "at least 1"), 2),
+        ("evaluate run --micro-batch 0", ("micro-batch is 0", "at least 1"), 2),
         ("evaluate run --ranks 0", ("ranks is 0", "at least 1"), 2),
         ("evaluate run --ranks 2 --device cpu", ("ranks is 2", "'cpu'", "leave one"), 2),
         ("evaluate run --device h100-80gb", ("'h100-80gb'", "of this machine"), 2),

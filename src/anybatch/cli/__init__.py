@@ -91,6 +91,8 @@ def main() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif callable(reconfigure := getattr(getattr(sys, name), "reconfigure", None)):
+            reconfigure(errors="replace")  # where the encoding is not UTF-8
     sys.exit(run(sys.argv[1:]))
 
 

@@ -229,13 +229,19 @@ def load_task(
 
 
 def settings_of(settings: Sequence[str] | None) -> dict[str, str]:
-    """Parse `-s` options into a dict. Raises `InputError` if one is not of the form KEY=VALUE."""
+    """Parse `-s` options into a dict. Raises `InputError` if one is not of the form KEY=VALUE, or a key
+    is given with two values."""
     options: dict[str, str] = {}
     for setting in settings or ():
         key, equals, value = setting.partition("=")
         if not equals or not key.strip():
             raise InputError(
                 f"-s {setting!r} is not of the form KEY=VALUE: write -s epochs=3, say."
+            )
+        if options.get(key.strip(), value) != value:
+            raise InputError(
+                f"-s {key.strip()} is given twice, as {options[key.strip()]!r} and {value!r}: give it"
+                " once."
             )
         options[key.strip()] = value
     return options

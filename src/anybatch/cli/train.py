@@ -229,4 +229,6 @@ def _as_given(name: str, value: object) -> str:
     if isinstance(value, Sharding):
         return f"--shard-over {value.over}"
     flag = f"--{name.replace('_', '-')}"
+    if value is False:
+        return f"--no-{flag[2:]}"
     return flag if value is True else f"{flag} {value}"

@@ -108,7 +108,7 @@ def _integer(drawn: Tensor, args: Any, options: Any) -> None:
 
 
 def _counted(drawn: Tensor, _args: Any, _options: Any) -> None:
-    """Fill with 0, 1, 2, ... along the last dim: `randperm`, and indices drawn without replacement."""
+    """Fill with 0, 1, 2, ... along the last dim, since indices may be drawn without replacement."""
     drawn.copy_(torch.arange(drawn.size(-1), device=drawn.device))
 
 
@@ -139,7 +139,7 @@ _MEANS = {
     "randint": _integer,
     "randint_like": _integer,
     "random_": _integer,
-    "randperm": _counted,
     "multinomial": _counted,
 }
-"""Functions that replace a draw by its mean, or by a value that is the same for each sample."""
+"""Functions that replace a draw by its mean, or by a value that is the same for each sample. `randperm`
+has no such value: the order of the samples depends on how a batch is split."""

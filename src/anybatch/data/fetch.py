@@ -224,7 +224,10 @@ class SampleFetch:
                 f"{what}; the data set says that it has {len(self._dataset)} samples: is __len__"
                 " right?"
             )
-        return f"{what}; mend or leave out the sample, {kind}[{index}] shows the error."
+        return (
+            f"{what}; mend or leave out the sample, {kind}[{index}] shows the error, or"
+            " bad_data='skip' leaves such samples out."
+        )
 
 
 def _unwrapped(dataset: Any) -> tuple[Any, Tensor | None]:

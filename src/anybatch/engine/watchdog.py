@@ -34,7 +34,7 @@ from textwrap import indent
 from types import FrameType, TracebackType
 from typing import Protocol, Self, final
 
-from anybatch.errors import AnybatchError, InputError, PeerLost, Stuck
+from anybatch.errors import AnybatchError, InputError, PeerLost, Stuck, setting
 from anybatch.events import IN_STEP, Stalled, whereabouts
 
 LEAST_SECONDS = 300.0
@@ -332,8 +332,8 @@ def checked_seconds(stall_seconds: float | None) -> float | None:
     """Returns `stall_seconds`. Raises `InputError` if it is not above 0."""
     if stall_seconds is not None and not stall_seconds > 0:
         raise InputError(
-            f"stall_seconds is {stall_seconds}: give the seconds without progress, above 0, after which"
-            " a rank counts as stuck."
+            f"{setting('stall_seconds')} is {stall_seconds}: give the seconds without progress, above"
+            " 0, after which a rank counts as stuck."
         )
     return stall_seconds
 

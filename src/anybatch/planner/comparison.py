@@ -11,7 +11,7 @@ from anybatch.estimate.calibration import SHEET_ERROR
 from anybatch.estimate.seconds import StepSeconds
 from anybatch.planner.costs import Costs, first_evaluation_batch
 from anybatch.planner.setting import Setting, Wishes
-from anybatch.plans import Candidate, Choice, FrontierPoint, Prediction, Recompute
+from anybatch.plans import Candidate, Choice, FrontierPoint, Plan, Prediction, Recompute
 from anybatch.units import format_bytes
 
 SAME_TIME = 1.01
@@ -76,14 +76,47 @@ def _reason(choice: Choice, costs: Costs, taken: Choice, by: Costs) -> str:
     peak = costs.bytes(choice)
     if peak > costs.room:
         return f"exceeds the budget by {format_bytes(peak - costs.room)}"
-    slower = costs.seconds(choice) / max(by.seconds(taken), 1e-12) - 1
+    return _of_fitting(costs.seconds(choice), by.seconds(taken), peak > by.bytes(taken))
+
+
+def _of_fitting(seconds: float, of_plan: float, needs_more: bool) -> str:
+    slower = seconds / max(of_plan, 1e-12) - 1
     if slower >= 1:
         return f"fits, but is predicted to take {1 + slower:.1f} times as long"
     if slower > SAME_TIME - 1:
         return f"fits, but is predicted to be {slower:.0%} slower"
-    if peak > by.bytes(taken):
+    if needs_more:
         return "fits and is as fast, but needs more memory"
     return "fits and is as fast, or too little faster to be sure of"
+
+
+def rejected_after(plan: Plan, choice: Choice, reason: str) -> tuple[Candidate, ...]:
+    """The candidates that `plan` rejected, if `choice` replaces its own, which is rejected for this
+    `reason`. Those that fit are compared with `choice`."""
+    told, seconds = plan.prediction, plan.predicted_seconds(choice)
+    if told is None or plan.choice.trains_like(choice):
+        return plan.rejected
+    before = Candidate(
+        choice=plan.choice,
+        parallel=plan.parallel,
+        peak_bytes=told.peak_bytes,
+        step_seconds=told.step_seconds,
+        reason=reason,
+    )
+    found = [before]
+    peak = next((c.peak_bytes for c in plan.rejected if choice.trains_like(c.choice)), None) or 0
+    for one in plan.rejected:
+        if choice.trains_like(one.choice):
+            continue
+        if seconds is not None and one.reason.startswith("fits"):
+            why = _of_fitting(one.step_seconds, seconds, (one.peak_bytes or 0) > peak)
+            other = one.choice.model_copy(update={"micro_batch": choice.micro_batch})
+            if one.choice.micro_batch > choice.micro_batch and choice.trains_like(other):
+                why = "is larger than what fitted in the rehearsal"
+            found.append(one.model_copy(update={"reason": why}))
+        else:
+            found.append(one)
+    return tuple(found)
 
 
 _EASE = 0.85

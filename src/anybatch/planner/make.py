@@ -284,7 +284,8 @@ def _in_chunks(here: Sequence[Costs], wishes: Wishes) -> Iterator[Costs]:
             yield Costs(costs.subject, costs.setting, costs.states_on, head)
     elif wishes.chunked_loss:
         raise InputError(
-            "chunked_loss is True, but no nn.Linear, nor the weight of an nn.Embedding, makes the"
+            f"{worded('chunked_loss is True', '--chunked-loss is given')}, but no nn.Linear, nor the"
+            " weight of an nn.Embedding, makes the"
             " logits of a large cross-entropy here (one of more than a million of them in a global"
             " batch, outside of what is compiled, of a model that each rank has whole): leave it out,"
             " or write the loss with anybatch.lm_loss."

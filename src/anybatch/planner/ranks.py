@@ -144,8 +144,8 @@ def layouts_of(
         return (Layout(),)
     if sharding is not None and len(devices) % sharding.group_size(len(devices)):
         raise InputError(
-            f"the model is to be divided over {sharding.over} ranks, and {len(devices)} ranks cannot be"
-            " parted into groups of so many: give a number that divides theirs."
+            f"the model is to be divided over {sharding.over} ranks, which does not divide the number"
+            f" of ranks, {len(devices)}: give a divisor of that."
         )
     speeds = [device.rates.flops for device in devices]
     alike = len(set(speeds)) == 1

@@ -19,7 +19,7 @@ from anybatch.estimate import Subject
 from anybatch.machine import Device
 from anybatch.planner.costs import Costs
 from anybatch.planner.knobs import Knob, knobs
-from anybatch.planner.ranks import Layout, budget_for, least_budget
+from anybatch.planner.ranks import Layout, budget_for, least_budget, reserve_of
 from anybatch.plans import Choice, Precision, Recompute
 from anybatch.task import parameters_in
 from anybatch.units import format_bytes, format_seconds
@@ -60,9 +60,13 @@ def no_plan_fits(device: Device, what: str, peak_bytes: int, more: str, at: str 
     """The error that `what` is predicted to need `peak_bytes`, which names the smallest budget for
     it; `more` ends the sentence and may go on."""
     least = budget_for(peak_bytes, device.kind)
+    reserve = ""
+    if peak_bytes <= device.budget_bytes:
+        kept = reserve_of(device.budget_bytes, device.kind)
+        reserve = f" beside {format_bytes(kept)} in reserve"
     return NoPlanFits(
         f"no plan fits the budget of {format_bytes(device.budget_bytes)}: {what} is predicted to need"
-        f" {format_bytes(peak_bytes)}{at}. Give it at least {least_budget(least)}{more}",
+        f" {format_bytes(peak_bytes)}{reserve}{at}. Give it at least {least_budget(least)}{more}",
         least_bytes=least,
     )
 

@@ -58,8 +58,8 @@ def _check_sharding(plan: Plan) -> None:
         return
     if num_ranks % sharding.group_size(num_ranks):
         raise ValueError(
-            f"sharding.over is {sharding.over}, and {num_ranks} ranks cannot be parted into groups of"
-            " so many: make it a divisor of their number, or leave it out"
+            f"sharding.over is {sharding.over}, which does not divide the number of ranks,"
+            f" {num_ranks}: make it a divisor of that, or leave it out"
         )
     for place, choice in _choices(plan):
         if choice.optimizer_states != plan.choice.optimizer_states:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from anybatch.errors import InputError
+from anybatch.errors import InputError, setting
 from anybatch.plans.choice import PRECISION_ALIASES, Precision, Recompute
 from anybatch.plans.ranks import (
     Balancing,
@@ -30,7 +30,7 @@ def parse_precision(text: str) -> Precision:
     name = PRECISION_ALIASES.get(text.upper(), text.lower()) if is_text else ""
     if name not in known:
         raise InputError(
-            f"precision is {text!r}: choose one of {', '.join(known)},"
+            f"{setting('precision')} is {text!r}: choose one of {', '.join(known)},"
             f" or {', '.join(PRECISION_ALIASES)}; or, where a plan is made, auto."
         )
     return cast("Precision", name)
@@ -55,15 +55,15 @@ def parse_recompute(wish: object, blocks: Sequence[str], chains: Sequence[str]) 
         found = tuple(name.strip() for name in names if name.strip())
         if not found:
             raise InputError(
-                f"recompute is {wish!r}, which names no module: give 'none', 'all', 'nested' or"
-                " names of modules separated by commas."
+                f"{setting('recompute')} is {wish!r}, which names no module: give 'none', 'all',"
+                " 'nested' or names of modules separated by commas."
             )
         return Recompute(blocks=found)
     if not named:
         what = "repeated blocks" if wish == "all" else "nn.Sequential of at least three layers"
         raise InputError(
-            f"recompute is {wish!r}, but the model has no {what}: name the modules to recompute,"
-            " separated by commas, or leave it out."
+            f"{setting('recompute')} is {wish!r}, but the model has no {what}: name the modules to"
+            " recompute, separated by commas, or leave it out."
         )
     return Recompute(blocks=tuple(named), nested=wish == "nested")
 
@@ -102,17 +102,17 @@ def parse_chunked_loss(value: object) -> bool | None:
     """Whether the loss is computed in chunks; None: open. Raises `InputError` for any other value."""
     if value is None or isinstance(value, bool):
         return value
-    raise InputError(f"chunked_loss is {value!r}: give True, False or None.")
+    raise InputError(f"{setting('chunked_loss')} is {value!r}: give True, False or None.")
 
 
 def parse_exchange(compress: str | None, local_steps: int, stale: bool) -> Exchange | None:
     """The `Exchange` for these options; None: the exact one. Raises `InputError` if they are not
     supported."""
-    check_count(local_steps, "local-steps")
+    check_count(local_steps, "local_steps")
     if local_steps > 1 and stale:
         raise InputError(
-            f"local-steps is {local_steps} and stale is asked for, but local steps exchange no"
-            " gradients that could be late: ask for one of the two."
+            f"{setting('local_steps')} is {local_steps} and {setting('stale')} is given, but local"
+            " steps exchange no gradients that could be late: ask for one of the two."
         )
     how = _named("compress", compress, Compression.__args__)
     if how is None and local_steps == 1 and not stale:
@@ -125,7 +125,7 @@ def parse_sharding(over: int | None) -> Sharding | None:
     number."""
     if over is None:
         return None
-    check_count(over, "shard-over")
+    check_count(over, "shard_over")
     return Sharding(over=over)
 
 
@@ -133,7 +133,7 @@ def _named(what: str, text: str | None, known: tuple[str, ...]) -> Any:
     try:
         check_removed(text)
     except ValueError as error:
-        raise InputError(f"{what} is {text!r}: {error}.") from None
+        raise InputError(f"{setting(what)} is {text!r}: {error}.") from None
     if text is not None and text not in known:
-        raise InputError(f"{what} is {text!r}: choose one of {', '.join(known)}.")
+        raise InputError(f"{setting(what)} is {text!r}: choose one of {', '.join(known)}.")
     return text

@@ -23,7 +23,7 @@ them."""
 STOPPED_BY_HAND = 130
 """128 + SIGINT, as shells report it."""
 
-STOPPED = "stopped by hand; nothing of the unfinished step was kept."
+STOPPED = "stopped by hand; what was not saved before is lost."
 
 _SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)

@@ -13,7 +13,7 @@ from torch import Tensor
 from anybatch.compute.building import carry_hooks, copy_of
 from anybatch.data import micro_batches
 from anybatch.data.generators import Borrowed
-from anybatch.errors import InputError
+from anybatch.errors import InputError, as_setting
 from anybatch.estimate import identify
 from anybatch.plans import Plan
 from anybatch.proof.causes import causes_of, draws
@@ -67,10 +67,12 @@ def verify(task: Task, plan: Plan, *, samples: int | None = None) -> Verdict:
         task: the task to train. Its model is copied and not changed.
         plan: the plan to check. Pieces have the size of its micro-batch, or are smaller if the sample
             would fit into one; the last piece is always smaller than the others.
-        samples: maximum number of samples; None: 96. Some are left out if pieces would be equal.
+        samples: maximum number of samples; None: 96, or as many as make three pieces of whole ghost
+            batches. Some are left out if pieces would be equal.
 
     Raises:
-        InputError: the sample is too small to be split, or the task cannot be run.
+        InputError: the sample is too small to be split (it must have more samples than a ghost batch),
+            or the task cannot be run.
     """
     check_task(task)
     with Borrowed():  # restores the default generators that passes draw from
@@ -79,7 +81,8 @@ def verify(task: Task, plan: Plan, *, samples: int | None = None) -> Verdict:
 
 def _verdict(task: Task, plan: Plan, samples: int | None) -> Verdict:
     """See `verify`."""
-    runs = _runs_of(task, plan, DEFAULT_SAMPLES if samples is None else samples)
+    least = 2 * (plan.task.ghost_batch or 1) + 1  # three pieces, the last one smaller
+    runs = _runs_of(task, plan, max(DEFAULT_SAMPLES, least) if samples is None else samples)
     tolerance, choice = TOLERANCES[runs.dtype], plan.choice
     whole = runs.gradient(runs.whole)
     # Another seed: with the same one, a single dropout layer might draw the same as for the whole.
@@ -113,6 +116,12 @@ def _runs_of(task: Task, plan: Plan, wanted: int) -> Runs:
     plan.check_fits(identify(task, model))
     sample, ghost = sample_of(task, wanted), plan.task.ghost_batch
     pieces = _cut(sample.size, plan.choice.micro_batch, ghost)
+    if len(pieces) < 2:
+        raise InputError(
+            f"the sample has {sample.size} samples, which BatchNorm normalises together as one ghost"
+            f" batch of up to {ghost}, so there is nothing to cut and nothing to compare: give"
+            f" {as_setting('samples')} above {ghost}, and more data if there is no more."
+        )
     sample = sample.largest_first(sum(pieces))
     if not ghost and 0 < sample.num_smallest < pieces[-1]:
         pieces = (*pieces[:-1], pieces[-1] - sample.num_smallest, sample.num_smallest)

@@ -24,6 +24,7 @@ from anybatch.compute import Replica
 from anybatch.engine import Rehearsed, held_bytes
 from anybatch.errors import NoPlanFits
 from anybatch.machine import DeviceKind
+from anybatch.planner.comparison import rejected_after
 from anybatch.planner.costs import Sizes
 from anybatch.planner.kernel_rule import in_default_layout
 from anybatch.planner.ranks import budget_for, least_budget, reserve_of
@@ -266,8 +267,15 @@ class Rehearsing:
             "choice": choice,
             "ladder": tuple(ladder),
             "prediction": self._prediction(choice, best),
+            "rejected": rejected_after(self._plan, choice, self._why_not(choice)),
         }
         return self._plan.model_copy(update=found).slowed(self._correction(way, best))
+
+    def _why_not(self, choice: Choice) -> str:
+        """Why `choice` was taken in place of the planned one."""
+        if choice.micro_batch > self._plan.choice.micro_batch:
+            return "left memory unused in the rehearsal, where a larger one fits"
+        return "needed more memory in the rehearsal than the budget leaves"
 
     def _correction(self, way: Choice, best: _Size) -> float:
         """Measured / predicted time of `best`, or of the first other micro-batch whose time was

@@ -156,6 +156,8 @@ def finetune(
         }
     is_folder = Range("a folder, and not a file", lambda path: not Path(path).is_file())
     check("finetune", ranges | {"save": (save and str(save), is_folder)})
+    if save is not None:
+        _check_free(save, model, adapters=lora_rank > 0)
     rows, source = read(data, valid), find(model)
     kind = kind_of(rows.train, task)
     source, classes = _with_classes(source, rows) if kind == "classification" else (source, [])
@@ -297,6 +299,23 @@ def told(
     if samples is not None:
         parts.append(_written(model, tokenizer, samples, prompt, longest))
     return "\n".join(parts) + "\n"
+
+
+def _check_free(save: Path, model: Path, adapters: bool) -> None:
+    """Raises `InputError` if saving to `save` would replace the base, or leave a folder with both a
+    model and adapters, which from_pretrained would put on top of it."""
+    if save.resolve() == model.resolve():
+        raise InputError(
+            f"save is {str(save)!r}, the folder of the model itself: give another one."
+        )
+    others = "*.safetensors" if adapters else "adapter_config.json"
+    found = [path for path in save.glob(others) if not path.name.startswith("adapter_model")]
+    if found:
+        kind = "a whole model, and adapters" if adapters else "adapters, and a whole model"
+        raise InputError(
+            f"save is {str(save)!r}, which holds {kind} would be added ({found[0].name}): give"
+            " another folder, or delete what is there."
+        )
 
 
 @torch.no_grad()

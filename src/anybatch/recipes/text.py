@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import anybatch as ab
+from anybatch.errors import worded
 from anybatch.recipes.digits import decay_groups
 from anybatch.recipes.options import ABOVE_ZERO, AT_LEAST_ZERO, COUNT, PART, check
 from anybatch.recipes.schedules import scaled_lr, warmup_cosine
@@ -86,7 +87,7 @@ def text(
         "dropout": (dropout, PART),
     }
     check("text", ranges, _faults_of_heads(width, heads))
-    source = read(data, parse_bytes(limit, "limit"))
+    source = read(data, parse_bytes(limit, worded("limit", "-s limit")))
     train = Windows(source.train, context, "the text to train on")
     valid = Windows(source.held_out, context, "the text that is held out")
     batch = max(1, min(global_batch, len(train)))  # a value below 1 is reported by Task

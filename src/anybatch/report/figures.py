@@ -267,7 +267,8 @@ def candidates(plan: Plan) -> list[Figure]:
     over = [one for one in weighed if budget is not None and one[1] > budget]
     fits = [one for one in weighed if budget is None or one[1] <= budget]
     traces: list[Trace] = []
-    alt = f"{len(weighed):,} candidates not taken, {len(over):,} of them over the budget."
+    alt = f"{len(weighed):,} {'candidate' if len(weighed) == 1 else 'candidates'} not taken,"
+    alt += f" {len(over):,} over the budget."
     if len(plan.frontier) > 1:
         xs = [rounded(point.peak_bytes / per_byte) for point in plan.frontier]
         ys = [rounded(point.step_seconds / per_second) for point in plan.frontier]

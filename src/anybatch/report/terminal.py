@@ -46,7 +46,8 @@ def print_plan(console: Console, plan: Plan, why: bool = False) -> None:
         possible = [candidate for candidate in plan.rejected if candidate.possible]
         sections += [
             Section("Rejected", table=table_of(plan, possible)),
-            Section("Not possible", list(dict.fromkeys(_impossible(plan)))),
+            Section("Reasons", list(dict.fromkeys(_reasons(plan, possible=True)))),
+            Section("Not possible", list(dict.fromkeys(_reasons(plan, possible=False)))),
         ]
     elif plan.rejected:
         count = len(plan.rejected)
@@ -127,9 +128,9 @@ def _spread(plan: Plan, points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
     return [one for i, one in enumerate(points) if i in spread or is_taken(one, plan)]
 
 
-def _impossible(plan: Plan) -> Iterator[str]:
+def _reasons(plan: Plan, possible: bool) -> Iterator[str]:
     for candidate in plan.rejected:
-        if not candidate.possible:
+        if candidate.possible == possible:
             where = f", {candidate.parallel}" if plan.num_ranks > 1 and candidate.parallel else ""
             yield f"{candidate.choice.describe().capitalize()}{where}: {candidate.reason}."
 

@@ -125,9 +125,7 @@ class _Keeper:
                 again = f"{worded(python, f'--out {self._out} --resume')} goes on"
             if has_failed:
                 again += ", from the newest checkpoint that is complete"
-            raise Stopped(
-                f"the run was asked to stop, and has after step {event.step}{what}: {again}."
-            )
+            raise Stopped(f"stopped after step {event.step}, as asked{what}: {again}.")
         # Skipped steps emit no event, so a multiple of `every.steps` may be passed.
         due = every.steps and session.num_steps // every.steps > self._saved_step // every.steps
         if due or Wish.SAVE in session.wished or self._is_best():

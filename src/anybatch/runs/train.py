@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from anybatch.compute.kernel_choices import is_compiled
 from anybatch.compute.loss_reduction_check import tell_again
 from anybatch.engine import checked_seconds
-from anybatch.errors import AnybatchError, InputError, PeerLost
+from anybatch.errors import AnybatchError, InputError, PeerLost, as_setting, setting
 from anybatch.estimate import remember
 from anybatch.events import (
     Evaluated,
@@ -277,7 +277,10 @@ class Keeping:
         check_count(self.restarts, "restarts", 0)
         checked_seconds(self.stall_seconds)
         if self.resume and out is None:
-            raise InputError("resume is given without out: name the folder of the run to resume.")
+            raise InputError(
+                f"{as_setting('resume', True)} is given without {setting('out')}: name the folder of"
+                " the run to resume."
+            )
 
     @property
     def every(self) -> Every:

@@ -38,7 +38,7 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 """
 
-BY_HAND = 130, "anybatch: stopped by hand; nothing of the unfinished step was kept.\n"
+BY_HAND = 130, "anybatch: stopped by hand; what was not saved before is lost.\n"
 PREEMPTED = (
     75,
     "anybatch: the run was asked to stop before its first step: start it again in the same way.\n",

@@ -332,7 +332,7 @@ def test_stopped_by_hand_ends_with_130_and_keeps_the_record(
     write_task("CHANGES = dict(schedule=lambda p: (_ for _ in ()).throw(KeyboardInterrupt))\n")
     outcome = command("train", "task.py")
     assert outcome.status == 130
-    assert outcome.err == "anybatch: stopped by hand; nothing of the unfinished step was kept.\n"
+    assert outcome.err == "anybatch: stopped by hand; what was not saved before is lost.\n"
     ended = events(folder / "runs" / "task-1")[2]
     assert not ended.finished
     assert ended.reason == "KeyboardInterrupt"

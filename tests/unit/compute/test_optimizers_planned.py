@@ -129,7 +129,7 @@ def test_the_plan_file_keeps_both(tmp_path):
         ({"device": "cpu"}, "where all memory is the host's: make it 'device'"),
         ({"choice": {"precision": "fp16"}}, "take bf16"),
         ({"ladder": ({"micro_batch": 1, "evaluation_batch": 1},)}, "is not moved in a run"),
-        ({"sharding": {"over": 2}}, "1 ranks cannot be parted into groups"),
+        ({"sharding": {"over": 2}}, "does not divide the number of ranks, 1"),
         ({"parallel": "single", "sharding": {"over": 1}}, "which divides no model"),
     ],
 )

@@ -18,7 +18,7 @@ from anybatch.engine import Rehearsed
 from anybatch.errors import NoPlanFits
 from anybatch.planner import kernel_rule
 from anybatch.planner.ranks import reserve_of
-from anybatch.plans import KernelChoices, Prediction, Recompute, Rival
+from anybatch.plans import Candidate, KernelChoices, Prediction, Recompute, Rival
 from anybatch.rank.rehearsing import Rehearsing
 
 WIDTH = 64
@@ -163,6 +163,28 @@ def test_a_prediction_that_holds_costs_one_try():
     assert sum(found.prediction.by_kind.values()) == peak
     # 64 samples at 10 ms, and the update as it was predicted.
     assert found.prediction.step_seconds == pytest.approx(0.74)
+
+
+def test_the_reasons_are_those_of_the_choice_that_was_taken():
+    task, plan = traced()
+    choices = [plan.choice.model_copy(update={"micro_batch": size}) for size in (32, 8, 12, 4)]
+    facts = [(95, 0.9, "fits, but ..."), (50, 1.2, "fits, but ..."), (70, 1.1, "fits, but ..."),
+             (30, 2.4, "fits, but ...")]  # fmt: skip
+    rejected = [
+        Candidate(choice=choice, peak_bytes=mebibytes << 20, step_seconds=seconds, reason=reason)
+        for choice, (mebibytes, seconds, reason) in zip(choices, facts, strict=True)
+    ]
+    plan = plan.model_copy(update={"rejected": tuple(rejected)})
+    found, _ = rehearsed(plan, lambda choice: choice.micro_batch * 11 << 20, task)
+    assert found.choice.micro_batch == 8
+    told = {one.choice.micro_batch: one.reason for one in found.rejected}
+    larger = "is larger than what fitted in the rehearsal"
+    assert told == {
+        16: "needed more memory in the rehearsal than the budget leaves",
+        32: larger,
+        12: larger,
+        4: "fits, but is predicted to take 2.0 times as long",
+    }
 
 
 def test_a_choice_that_is_too_large_is_replaced_by_the_largest_that_is_not():

@@ -456,6 +456,20 @@ def test_a_file_where_the_model_is_to_be_written(folder, data):
         finetune(folder, data(SUMS), save=data(SUMS))
 
 
+def test_where_another_model_is(folder, data, tmp_path):
+    with pytest.raises(InputError, match="the folder of the model itself"):
+        finetune(folder, data(SUMS), save=folder)
+    made = tmp_path / "made"
+    made.mkdir()
+    (made / "adapter_config.json").touch()
+    with pytest.raises(InputError, match="holds adapters, and a whole model would be added"):
+        finetune(folder, data(SUMS), save=made)
+    finetune(folder, data(SUMS), save=made, lora_rank=2)
+    (made / "model.safetensors").touch()
+    with pytest.raises(InputError, match="holds a whole model, and adapters would be added"):
+        finetune(folder, data(SUMS), save=made, lora_rank=2)
+
+
 def test_positions_that_are_not_for_tokens_are_not_counted():
     config = transformers.RobertaConfig(**{**LLAMA, "num_key_value_heads": None, "pad_token_id": 1})
     assert num_positions(config) == 30  # of 32: it begins to count after the padding token

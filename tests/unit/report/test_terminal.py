@@ -78,7 +78,9 @@ def test_a_plan_written_by_hand_has_little_to_tell():
 def test_why_lists_every_candidate(width: int):
     plan = make_plan()
     text = printed(print_plan, plan, True, width=width)
-    rows = text[text.index("Rejected") :]
+    rows, reasons = text[text.index("Rejected") :].split("Reasons")
+    found = words(reasons)
+    assert all(f"{c.choice.describe().capitalize()}: {c.reason}." in found for c in plan.rejected)
     assert all(
         heading in rows
         for heading in ("micro-batch", "recompute", "peak", "budget", "step", "vs plan")
