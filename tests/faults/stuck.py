@@ -18,8 +18,8 @@ from anybatch.engine import watchdog
 from anybatch.launch import find
 from anybatch.runs.session import joined
 
-STEP = 4
-"""In which it hangs: what is done for the first time is behind."""
+STEP = 8
+"""In which it hangs: what is done for the first time is behind, also the passes that check the loss."""
 
 PASS_SECONDS = 0.3
 """Of each pass, so that the watchdogs have looked before it hangs."""

@@ -195,7 +195,7 @@ def test_gradients_that_are_kept_whole_cross_once_and_take_their_bytes():
 
 def test_groups_have_to_divide_the_ranks_and_a_model_that_is_to_be_divided():
     machine = Machine.describe("h100-80gb", count=4)
-    with pytest.raises(ab.InputError, match="over 3 ranks, which does not divide the number of ranks, 4"):
+    with pytest.raises(ab.InputError, match="over 3 ranks, which does not divide"):
         ab.plan(heavy_task(), machine, sharding=ab.Sharding(over=3))
     with pytest.raises(ab.InputError, match="parallel is 'replicate' and sharding is given"):
         ab.plan(heavy_task(), machine, parallel="replicate", sharding=ab.Sharding(over=2))
