@@ -281,11 +281,10 @@ class TrainingState:
             if group is None or not parameters[number].dim():
                 continue
             if id(group) not in kinds:
-                with suppress(
-                    Exception
-                ):  # an optimizer whose states are only known after an update
+                kinds[id(group)] = []
+                with suppress(Exception):  # whatever an update of the user's optimizer raises
                     kinds[id(group)] = state_kinds(optimizer, group)
-            missing = [kind for kind in kinds.get(id(group), ()) if kind not in keys]
+            missing = [kind for kind in kinds[id(group)] if kind not in keys]
             if missing:
                 raise InputError(
                     f"the checkpoint {found.folder} is of another optimizer: its states are"
