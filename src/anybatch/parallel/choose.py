@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from anybatch.errors import InputError, as_setting
+from anybatch.errors import InputError, as_setting, setting, worded
 from anybatch.oom import is_limited
 from anybatch.parallel.group import Group, SingleDevice
 from anybatch.parallel.link import connect
@@ -22,7 +22,7 @@ _COMPRESSED = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 def group_of(plan: Plan) -> tuple[Group, str]:
     """The group for `plan`, as seen from this process, and the device of this rank.
 
-    Raises `InputError` if the number of ranks differs from that of the plan.
+    Raises `InputError` if the number of ranks differs from that of the plan, or they have not joined.
     """
     task, shares, exchange = plan.task, plan.shares, plan.exchange
     if plan.parallel == "single":
@@ -35,6 +35,12 @@ def group_of(plan: Plan) -> tuple[Group, str]:
         raise InputError(
             f"the plan is for {plan.num_ranks} ranks, and here {'is' if there == 1 else 'are'} {there}:"
             f" start it with {as_setting('ranks', plan.num_ranks)} or torchrun, or plan anew."
+        )
+    if not dist.is_initialized():
+        more = worded('ranks=2 or more, or parallel="single"', "--ranks 2 or more")
+        raise InputError(
+            f"{setting('parallel')} is {plan.parallel!r}, which is for ranks that have joined, and this"
+            f" process has joined no others: give {more}, or start several with torchrun."
         )
     name = plan.device
     if name == "cuda":  # the current device, which was set when the ranks were started

@@ -9,7 +9,7 @@ from dataclasses import replace
 from anybatch.compute import DEFAULT_GHOST_BATCH
 from anybatch.compute.joint import USES_PARAMETERS
 from anybatch.compute.lm_loss import PLAIN_LOGITS
-from anybatch.errors import AnybatchError, InputError, NoPlanFits, as_setting, worded
+from anybatch.errors import AnybatchError, InputError, NoPlanFits, as_setting, setting, worded
 from anybatch.estimate import Head, Subject, head_of, why_untraced
 from anybatch.estimate.eager import eagerly
 from anybatch.estimate.seconds import StepSeconds, meeting_seconds
@@ -455,13 +455,13 @@ def _check(subject: Subject, wishes: Wishes, whole: int) -> None:
         most = identity.global_batch
         part = "" if most == whole else f", of which a rank has {most} at most"
         raise InputError(
-            f"micro_batch is {size}, and the global batch {whole}{part}: give a whole number from 1 to"
-            f" {most}, or leave it out."
+            f"{setting('micro_batch')} is {size}, and the global batch {whole}{part}: give a whole"
+            f" number from 1 to {most}, or leave it out."
         )
     if size % unit and size != identity.global_batch:
         raise InputError(
-            f"micro_batch is {size}, which would cut a ghost batch of BatchNorm ({unit} samples):"
-            f" give a multiple of {unit}."
+            f"{setting('micro_batch')} is {size}, which would cut a ghost batch of BatchNorm ({unit}"
+            f" samples): give a multiple of {unit}."
         )
 
 
@@ -476,8 +476,9 @@ def _check_norms(norms: Norms, subject: Subject, layout: Layout, wishes: Wishes)
         )
     if wishes.micro_batch is not None:
         raise InputError(
-            f"micro_batch is {wishes.micro_batch} and norms is 'synchronised', where a pass is one"
-            " ghost batch: leave one of them out, and set ghost_batch in the task."
+            f"{setting('micro_batch')} is {wishes.micro_batch} and {setting('norms')} is"
+            " 'synchronised', where a pass is one ghost batch: leave one of them out, and set"
+            " ghost_batch in the task."
         )
 
 

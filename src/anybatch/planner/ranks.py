@@ -140,7 +140,7 @@ def layouts_of(
     """
     if sharding is not None and parallel is None and divisible:
         parallel = "shard"
-    if len(devices) == 1 and parallel in (None, "single"):
+    if len(devices) == 1 and parallel != "shard":
         return (Layout(),)
     if sharding is not None and len(devices) % sharding.group_size(len(devices)):
         raise InputError(

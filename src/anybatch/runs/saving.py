@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import final
 
-from anybatch.errors import InputError, Stopped, worded
+from anybatch.errors import InputError, Stopped, setting, worded
 from anybatch.events import StepDone
 from anybatch.launch import find
 from anybatch.parallel import Wish
@@ -55,8 +55,8 @@ class Every:
             return cls(seconds=parse_seconds(value, name))
         if isinstance(value, bool) or not isinstance(value, int | str) or int(value) < 1:
             raise InputError(
-                f"{name} is {value!r}: give a number of steps of at least 1, a time such as '10min', or"
-                " 'never'."
+                f"{setting(name)} is {value!r}: give a number of steps of at least 1, a time such as"
+                " '10min', or 'never'."
             )
         return cls(steps=int(value))
 
@@ -125,7 +125,7 @@ class _Keeper:
                 again = f"{worded(python, f'--out {self._out} --resume')} goes on"
             if has_failed:
                 again += ", from the newest checkpoint that is complete"
-            raise Stopped(f"stopped after step {event.step}, as asked{what}: {again}.")
+            raise Stopped(f"stopped as asked after step {event.step}{what}: {again}.")
         # Skipped steps emit no event, so a multiple of `every.steps` may be passed.
         due = every.steps and session.num_steps // every.steps > self._saved_step // every.steps
         if due or Wish.SAVE in session.wished or self._is_best():

@@ -193,6 +193,11 @@ def test_gradients_that_are_kept_whole_cross_once_and_take_their_bytes():
     assert parts[1] < 0.8 * parts[0]
 
 
+def test_one_rank_replicates_nothing():
+    plan = ab.plan(deep_task(), Machine.describe("h100-80gb"), parallel="replicate")
+    assert plan.parallel == "single"
+
+
 def test_groups_have_to_divide_the_ranks_and_a_model_that_is_to_be_divided():
     machine = Machine.describe("h100-80gb", count=4)
     with pytest.raises(ab.InputError, match="over 3 ranks, which does not divide"):
