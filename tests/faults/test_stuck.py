@@ -81,7 +81,8 @@ sys.exit(run_command(sys.argv[1:], 2, grace_seconds=5, module="tests.faults.stuc
 
 @pytest.mark.slow
 def test_ranks_are_started_again_after_one_was_stuck():
-    assert call(train, "forward", 1, 4, ranks=2, grace_seconds=5, restarts=1) == [(1, 4), (1, 4)]
+    expected = [(1, STEP), (1, STEP)]
+    assert call(train, "forward", 1, STEP, ranks=2, grace_seconds=5, restarts=1) == expected
 
 
 @pytest.mark.slow
@@ -97,7 +98,9 @@ def test_who_gives_a_command_reads_it_too(bad_rank: int, tmp_path: Path):
     )
     assert done.returncode == 1
     # Rank 0 has read a few samples for the plan.
-    where = rf"rank {bad_rank} of 2 has made no progress for 3 s in step [34], loading"
+    where = (
+        rf"rank {bad_rank} of 2 has made no progress for 3 s in step [{STEP - 1}{STEP}], loading"
+    )
     assert re.search(where, done.stderr)
     assert "threading.Event().wait()" in done.stderr
     assert done.stderr.count("thread MainThread, most recent call last") == 1
