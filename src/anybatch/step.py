@@ -277,7 +277,8 @@ class Step:
             raise InputError(f"{fault}.")
         if ghost_batch is not None:
             check_count(ghost_batch, "ghost_batch")
-        if not isinstance(sinks, Iterable) or not all(map(callable, sinks)):
+        self._sinks: tuple[Sink, ...] = tuple(sinks) if isinstance(sinks, Iterable) else ()
+        if not isinstance(sinks, Iterable) or not all(map(callable, self._sinks)):
             raise InputError(f"sinks is {sinks!r}: give a list of functions of an event.")
         _check_unwrapped(model)
         check_shapes(model, "it is given to Step")
@@ -314,7 +315,6 @@ class Step:
         self._clip_norm = clip_norm
         self._ghost_batch = ghost_batch
         self._verbose = verbose
-        self._sinks = tuple(sinks)
         homes = {p.device for p in model.parameters()}
         if len(homes) != 1:
             raise InputError(

@@ -52,6 +52,10 @@ def test_an_option_that_cannot_be(options: dict[str, Any], words: str):
         step(**options)
 
 
+def test_sinks_may_come_from_a_generator():
+    assert step(sinks=(sink for sink in [print]))._sinks == (print,)
+
+
 def test_an_optimizer_that_is_given_twice():
     model = nn.Linear(8, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

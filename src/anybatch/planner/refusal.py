@@ -63,7 +63,7 @@ def no_plan_fits(device: Device, what: str, peak_bytes: int, more: str, at: str 
     reserve = ""
     if peak_bytes <= device.budget_bytes:
         kept = reserve_of(device.budget_bytes, device.kind)
-        reserve = f" beside {format_bytes(kept)} in reserve"
+        reserve = f" plus {format_bytes(kept)} in reserve"
     return NoPlanFits(
         f"no plan fits the budget of {format_bytes(device.budget_bytes)}: {what} is predicted to need"
         f" {format_bytes(peak_bytes)}{reserve}{at}. Give it at least {least_budget(least)}{more}",
