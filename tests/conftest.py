@@ -211,7 +211,8 @@ def no_process_is_left() -> Iterator[None]:
 def no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    leaked = [t for t in threading.enumerate() if t not in before and not t.daemon]
+    lasting = _threads_of_the_compiler()
+    leaked = [t for t in threading.enumerate() if t not in before | lasting and not t.daemon]
     deadline = time.monotonic() + GRACE_SECONDS
     for thread in leaked:
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -281,6 +282,13 @@ def _shown(value: str | None) -> str:
 
 def _children() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
+
+
+def _threads_of_the_compiler() -> set[threading.Thread]:
+    """Threads of torch's compiler, which it keeps once it has compiled something for a CPU."""
+    module = sys.modules.get("torch._inductor.async_compile")
+    made = module and module.AsyncCompile.pool.cache_info().currsize
+    return set(module.AsyncCompile.pool()._threads) if made else set()
 
 
 def _is_lasting_helper(process: psutil.Process) -> bool:
