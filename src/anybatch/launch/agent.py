@@ -25,13 +25,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypedDict, TypeVar, Unpack
 
-from anybatch.errors import InputError, LaunchError, PeerLost, Stopped
+from anybatch.errors import InputError, LaunchError, PeerLost, Stopped, setting, worded
 from anybatch.launch.exits import SAID_BY_STATUS, End, first
 from anybatch.launch.membership import find
 from anybatch.launch.network import parse_address
 from anybatch.process import early_stop_signal
+from anybatch.process.host_memory import host_memory
 from anybatch.process.signing import SECRET
-from anybatch.units import check_count
+from anybatch.units import check_count, format_bytes
 
 if TYPE_CHECKING:
     from anybatch.launch.elastic import Ending, Orders
@@ -48,6 +49,9 @@ After a failure, torch allows no more than this."""
 ELASTIC_RESTARTS = 3
 """Default number of restarts if the number of machines may change. A machine that leaves takes its
 ranks with it, which costs one restart."""
+
+RANK_BYTES = 200 * 2**20
+"""Memory of a process that has imported torch, before it does anything: 220 MB with torch 2.13."""
 
 _LAST_LINES = 40  # a stack is shown with its innermost call first
 _SECRET_LENGTH = 16
@@ -224,6 +228,16 @@ def call(function: Callable[..., T], *args: Any, ranks: int, **options: Unpack[O
 # ------------------------------------------------------------------------------------------ preparing
 
 
+def _check_memory(ranks: int) -> None:
+    free = host_memory(limits=False).free_bytes
+    if ranks > 1 and ranks * RANK_BYTES > free:
+        raise InputError(
+            f"{setting('ranks')} is {ranks:,}, and as many processes that have imported torch take"
+            f" {format_bytes(ranks * RANK_BYTES)}, where {format_bytes(free)} are free: start at most"
+            f" {max(1, free // RANK_BYTES)} on this machine."
+        )
+
+
 @contextmanager
 def _prepared(
     ranks: int,
@@ -238,16 +252,17 @@ def _prepared(
     """Validate the options, and yield the orders. The folder that they name exists until the block
     ends."""
     check_count(ranks, "ranks")
+    _check_memory(ranks)
     least, most = _checked_nodes(nodes)
     if restarts is None:
         restarts = 0 if least == most else ELASTIC_RESTARTS
     check_count(restarts, "restarts", 0)
     for name, value in (("timeout_seconds", timeout_seconds), ("grace_seconds", grace_seconds)):
         if not value > 0:
-            raise InputError(f"{name} is {value}: give a number of seconds above 0.")
+            raise InputError(f"{setting(name)} is {value}: give a number of seconds above 0.")
     if most > 1 and rendezvous is None:
         raise InputError(
-            f"nodes is {nodes}, but there is no rendezvous: name one of the machines and a free port"
+            f"{_shown_nodes(nodes)}, but there is no rendezvous: name one of the machines and a free port"
             " there, such as node1:29500, in the same words on each machine."
         )
     meeting = None
@@ -322,8 +337,14 @@ def _checked_nodes(nodes: int | tuple[int, int]) -> tuple[int, int]:
     least, most = (nodes, nodes) if isinstance(nodes, int) else nodes
     if not 1 <= least <= most:
         rule = "give a whole number of at least 1, or a pair of them, the least and the most"
-        raise InputError(f"nodes is {nodes}: {rule}.")
+        raise InputError(f"{_shown_nodes(nodes)}: {rule}.")
     return least, most
+
+
+def _shown_nodes(nodes: int | tuple[int, int]) -> str:
+    if isinstance(nodes, int):
+        return f"{setting('nodes')} is {nodes}"
+    return f"{setting('nodes')} is {worded(str(nodes), ':'.join(map(str, nodes)))}"
 
 
 def read_secret(path: Path) -> str:

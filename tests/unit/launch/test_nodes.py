@@ -30,9 +30,10 @@ def test_what_is_no_number_of_machines_is_named(text: str):
         ({"nodes": (0, 2)}, r"nodes is \(0, 2\)"),
         ({"nodes": (1, 2)}, "there is no rendezvous"),
         ({"restarts": -1}, "restarts is -1"),
+        ({"ranks": 1_000_000}, "ranks is 1,000,000, .* are free: start at most"),
     ],
     ids=str,
 )
 def test_numbers_that_cannot_be_are_named(options: dict[str, Any], words: str):
     with pytest.raises(InputError, match=words):
-        call(os.getpid, ranks=1, **options)
+        call(os.getpid, **{"ranks": 1, **options})
