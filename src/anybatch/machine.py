@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from anybatch import catalogue
-from anybatch.errors import InputError
+from anybatch.errors import InputError, setting, worded
 from anybatch.process.cuda_driver import beside_bytes
 from anybatch.process.host_memory import host_memory
 from anybatch.process.threads import num_cores
@@ -190,14 +190,16 @@ class Machine:
         times = re.fullmatch(r"\s*(\d+)\s*[x*×]\s*(.*?)\s*", text)
         number, what = (int(times[1]), times[2]) if times else (None, text.strip())
         if not what:
-            raise InputError(f"machine is {text!r}: {remedy}.")
+            raise InputError(f"{worded('machine', '--device')} is {text!r}: {remedy}.")
         if number is not None and count is not None:
             raise InputError(
-                f"machine is {text!r}, and {count} devices are asked for too: give the number once."
+                f"{worded('machine', '--device')} is {text!r}, and {count} devices are asked for too:"
+                " give the number once."
             )
         if number == 0:
             raise InputError(
-                f"machine is {text!r}, which has no device: write at least '1 x {what}'."
+                f"{worded('machine', '--device')} is {text!r}, which has no device: write at least"
+                f" '1 x {what}'."
             )
         num_devices = number or (1 if count is None else count)
         check_count(num_devices, "the number of devices")
@@ -217,7 +219,7 @@ class Machine:
             if budget > device.total_bytes:
                 allowed = f" under {device.limit}" if device.limit else ""
                 raise InputError(
-                    f"memory is {memory!r}, but {device.name} has only"
+                    f"{setting('memory')} is {memory!r}, but {device.name} has only"
                     f" {format_bytes(device.total_bytes)}{allowed}: give at most that, or leave it out"
                     " to use what is free."
                 )
@@ -281,7 +283,7 @@ def _detect(wanted: str | None) -> Device:
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     match = re.fullmatch(r"(cpu|cuda)(?::(\d+))?", wanted)
     if match is None:
-        raise InputError(f"device is {wanted!r}: write 'cpu', 'cuda' or 'cuda:N'.")
+        raise InputError(f"{setting('device')} is {wanted!r}: write 'cpu', 'cuda' or 'cuda:N'.")
     if match[1] == "cpu":
         return _cpu()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -289,7 +291,7 @@ def _detect(wanted: str | None) -> Device:
     if index >= count:
         seen = f"only {count} of them" if count else "no CUDA device at all"
         raise InputError(
-            f"device is {wanted!r}, but torch sees {seen} here: choose another device,"
+            f"{setting('device')} is {wanted!r}, but torch sees {seen} here: choose another device,"
             " or check the driver and CUDA_VISIBLE_DEVICES."
         )
     return _cuda(index)

@@ -155,7 +155,7 @@ WORDS = [
     Bad(
         "shard-over-whole-models",
         "",
-        ("parallel is 'replicate'", "sharding is given", "leave one of them out"),
+        ("--parallel is 'replicate'", "--shard-over is given", "leave one of them out"),
         "plan task.py --shard-over 2 --parallel replicate --devices 4",
     ),
     Bad(
@@ -204,7 +204,7 @@ WORDS = [
     Bad("plot-nowhere", "", ("no/p.html", "cannot be written"), "plan task.py --plot no/p.html"),
     Bad("memory-html", "", ("no/p.html", "cannot be written"), "memory task.py --html no/p.html"),
     Bad("memory-json", "", ("cannot be written", "folder"), "memory task.py --json ."),
-    Bad("samples-1", "", ("samples is 1", "at least 2"), "verify task.py --samples 1"),
+    Bad("samples-1", "", ("--samples is 1", "at least 2"), "verify task.py --samples 1"),
     Bad("samples-negative", "", ("samples is -4",), "verify task.py --samples=-4"),
     Bad("report-of-no-run", "", (". is not a run folder", "anybatch train"), "report ."),
     Bad("report-of-nothing", "", ("missing does not exist", "anybatch train"), "report missing"),

@@ -10,7 +10,7 @@ import difflib
 import re
 
 from anybatch.catalogue.rows import MODELS, Model
-from anybatch.errors import InputError, listed
+from anybatch.errors import InputError, listed, setting
 
 # Words that do not distinguish devices: vendors, brands, memory types and module types.
 _SAYS_NOTHING = re.compile(
@@ -30,12 +30,14 @@ def find(name: str) -> Model:
     if len(meant) == 1:
         return MODELS[meant[0]]
     if meant:
-        raise InputError(f"device is {name!r}, of which there are several: write {listed(meant)}.")
+        raise InputError(
+            f"{setting('device')} is {name!r}, of which there are several: write {listed(meant)}."
+        )
     if not re.search(r"\d", name):
         raise InputError(
-            f"device is {name!r}, which is no GPU of the catalogue; anybatch trains on CPUs, and on"
-            " GPUs of CUDA or ROCm: write the name of one, such as 'rtx-4090', or its memory, such"
-            " as '24GiB'."
+            f"{setting('device')} is {name!r}, which is no GPU of the catalogue; anybatch trains on"
+            " CPUs, and on GPUs of CUDA or ROCm: write the name of one, such as 'rtx-4090', or its"
+            " memory, such as '24GiB'."
         )
     key = "-".join(re.findall(r"[a-z0-9]+", name.lower()))
     family = re.findall("[a-z]*", key)[0]  # names have to begin with the same letters
@@ -44,8 +46,8 @@ def find(name: str) -> Model:
     )
     near = f"write {listed(close, key)}, if you mean that, or" if close else "write"
     raise InputError(
-        f"device is {name!r}, which is not in the catalogue of GPUs: {near} its memory, such as"
-        " '24GiB'."
+        f"{setting('device')} is {name!r}, which is not in the catalogue of GPUs: {near} its memory,"
+        " such as '24GiB'."
     )
 
 

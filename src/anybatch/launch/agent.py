@@ -262,8 +262,8 @@ def _prepared(
             raise InputError(f"{setting(name)} is {value}: give a number of seconds above 0.")
     if most > 1 and rendezvous is None:
         raise InputError(
-            f"{_shown_nodes(nodes)}, but there is no rendezvous: name one of the machines and a free port"
-            " there, such as node1:29500, in the same words on each machine."
+            f"{_shown_nodes(nodes)}, but there is no rendezvous: name one of the machines and a free"
+            " port there, such as node1:29500, in the same words on each machine."
         )
     meeting = None
     if rendezvous is not None:

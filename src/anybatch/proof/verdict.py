@@ -13,7 +13,7 @@ from torch import Tensor
 from anybatch.compute.building import carry_hooks, copy_of
 from anybatch.data import micro_batches
 from anybatch.data.generators import Borrowed
-from anybatch.errors import InputError, as_setting
+from anybatch.errors import InputError, as_setting, setting
 from anybatch.estimate import identify
 from anybatch.plans import Plan
 from anybatch.proof.causes import causes_of, draws
@@ -110,7 +110,9 @@ def _verdict(task: Task, plan: Plan, samples: int | None) -> Verdict:
 
 def _runs_of(task: Task, plan: Plan, wanted: int) -> Runs:
     if wanted < 2:
-        raise InputError(f"samples is {wanted}: a proof cuts the sample, so give at least 2.")
+        raise InputError(
+            f"{setting('samples')} is {wanted}: a proof cuts the sample, so give at least 2."
+        )
     given = task.build_model()
     model = carry_hooks(given, copy_of(given).cpu())
     plan.check_fits(identify(task, model))

@@ -20,7 +20,7 @@ from torch import nn
 
 from anybatch.compute.building import copy_of
 from anybatch.compute.determinism import one_thread
-from anybatch.errors import InputError, as_setting, worded
+from anybatch.errors import InputError, as_setting, setting, worded
 from anybatch.estimate import Subject, few_collections, subject_of
 from anybatch.events import Sink
 from anybatch.launch import call, find
@@ -138,8 +138,8 @@ def evaluate(
         return job.start(processes, sinks)
     if here is not None and here.world_size > 1 and device is not None:
         raise InputError(
-            f"device is {device!r}, which is for one rank, but this process is one of {here.world_size}"
-            " that were started already: leave device out."
+            f"{setting('device')} is {device!r}, which is for one rank, but this process is one of"
+            f" {here.world_size} that were started already: leave {setting('device')} out."
         )
     check_started(ranks)
     with joined():
@@ -194,8 +194,8 @@ class _Job:
         if self.device is not None:
             if self.ranks is not None and self.ranks > 1:
                 raise InputError(
-                    f"ranks is {self.ranks} and device {self.device!r}, which is for one: leave one of"
-                    " them out."
+                    f"{setting('ranks')} is {self.ranks} and {setting('device')} {self.device!r},"
+                    " which is for one: leave one of them out."
                 )
             _ = self._device_here()
         if self.step is None and not self.run.has_final_weights:
@@ -312,8 +312,8 @@ class _Job:
         name = self.device
         if name is not None and name.partition(":")[0] not in ("cpu", "cuda"):
             raise InputError(
-                f"device is {name!r}: an evaluation is run, on a device of this machine: give cpu, cuda"
-                " or cuda:N."
+                f"{setting('device')} is {name!r}: an evaluation is run, on a device of this machine:"
+                " give cpu, cuda or cuda:N."
             )
         return Machine.here(budget, name).device
 
@@ -345,7 +345,7 @@ def _precision(wanted: str | None) -> Precision | None:
     found = parse_open_precision(wanted)
     if found is None:
         raise InputError(
-            f"precision is {wanted!r}, and an evaluation is not timed beforehand: name one, such as"
-            " fp32 or bf16, or leave it out for that of the run."
+            f"{setting('precision')} is {wanted!r}, and an evaluation is not timed beforehand: name"
+            " one, such as fp32 or bf16, or leave it out for that of the run."
         )
     return found

@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from anybatch.errors import InputError, as_setting, listed
+from anybatch.errors import InputError, as_setting, listed, setting
 from anybatch.parallel import SingleDevice
 from anybatch.process.files import whole_folder
 from anybatch.recipes.quantized import dequantize
@@ -128,7 +128,7 @@ def export(
     """
     checked_step(step)
     if dtype is not None and dtype not in _DTYPES:
-        raise InputError(f"dtype is {dtype!r}: give {listed(_DTYPES, str(dtype))}.")
+        raise InputError(f"{setting('dtype')} is {dtype!r}: give {listed(_DTYPES, str(dtype))}.")
     found = read_run(run)
     form, target = _target(found, out, format, step)
     _check_free(found, target, form, force)
@@ -268,7 +268,8 @@ def _target(
     """Returns the format and the path to write to. Raises `InputError` if they contradict each
     other."""
     if format is not None and format not in get_args(Format):
-        raise InputError(f"format is {format!r}: give {listed(get_args(Format), str(format))}.")
+        choices = listed(get_args(Format), str(format))
+        raise InputError(f"{setting('format')} is {format!r}: give {choices}.")
     if out is None:
         form = format or "safetensors"
         name = run.folder.resolve().name + ("" if step is None else f"-step-{step}")
@@ -282,11 +283,12 @@ def _target(
     if format is None and named is None:
         raise InputError(
             f"{target} does not tell what is to be written: end its name in .safetensors or .pt, or"
-            f" give a format, {listed(get_args(Format))}."
+            f" give {as_setting('format')}, {listed(get_args(Format))}."
         )
     if format is not None and named is not None and format != named:
         raise InputError(
-            f"format is {format!r}, and {target} is named as {named} is: leave one of them out."
+            f"{setting('format')} is {format!r}, and {target} is named as {named} is: leave one of them"
+            " out."
         )
     form = format or named
     assert form is not None

@@ -19,7 +19,7 @@ from anybatch.batch_rule import rule_text
 from anybatch.compute.determinism import one_thread
 from anybatch.compute.precision import check_available, precision_notices
 from anybatch.data import is_map_style, largest_batch, num_samples_of
-from anybatch.errors import InputError, NoPlanFits, worded
+from anybatch.errors import InputError, NoPlanFits, setting, worded
 from anybatch.estimate import Subject, allocator_notices, few_collections, subject_of
 from anybatch.launch import find
 from anybatch.machine import Device, Machine
@@ -359,8 +359,8 @@ def _check(task: Task, ranks: int | None, options: PlanOptions) -> None:
     parallel = options.parallel
     if options.sharding is not None and parallel not in (None, "shard"):
         raise InputError(
-            f"parallel is {parallel!r} and sharding is given, which is for models that are divided over"
-            " ranks: leave one of them out, or make parallel 'shard'."
+            f"{setting('parallel')} is {parallel!r} and {worded('sharding', '--shard-over')} is given,"
+            " which is for models that are divided over ranks: leave one of them out, or give 'shard'."
         )
     if task.grains is not None:
         _refuse(_not_reproducible(options), "the run is to be reproducible")
@@ -547,7 +547,8 @@ def checked_ranks(ranks: int | None, parallel: Parallel | None) -> None:
     check_count(ranks, "ranks")
     if parallel == "single" and ranks > 1:
         raise InputError(
-            f"ranks is {ranks}, but parallel is 'single', which is one rank: leave one of them out."
+            f"{setting('ranks')} is {ranks}, but {setting('parallel')} is 'single', which is one rank:"
+            " leave one of them out."
         )
 
 
@@ -583,8 +584,8 @@ def devices_of(
             return where.devices * ranks
         if ranks is not None and ranks != len(where.devices):
             raise InputError(
-                f"ranks is {ranks}, but the machine has {len(where.devices)} devices: leave ranks out,"
-                " or describe as many devices."
+                f"{setting('ranks')} is {ranks}, but the machine has {len(where.devices)} devices:"
+                " leave ranks out, or describe as many devices."
             )
         if parallel == "single" and len(where.devices) > 1:
             raise InputError(

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from anybatch.batch_rule import as_text, read_rule
-from anybatch.errors import InputError, as_setting, worded
+from anybatch.errors import InputError, as_setting, setting, worded
 from anybatch.recipes import file_of, resolve, sha256_of
 from anybatch.report import PastRun
 from anybatch.task import Grains, Task, check_task
@@ -108,7 +108,9 @@ def _as_run(task: Task, run: PastRun) -> Task:
 def checked_step(step: int | None) -> None:
     """Raises `InputError` if `step` is not a valid step number."""
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
-        raise InputError(f"step is {step!r}: give the number of a step that was saved.")
+        raise InputError(
+            f"{setting('step')} is {step!r}: give the number of a step that was saved."
+        )
 
 
 def check_has_weights(run: PastRun) -> None:

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from anybatch.errors import InputError, NoPlanFits
+from anybatch.errors import InputError, NoPlanFits, setting
 from anybatch.events import COMPUTING
 from anybatch.insight.scaling import Scaled
 from anybatch.machine import Machine
@@ -88,7 +88,9 @@ def _check(ranks: Sequence[int], steps: int, machine: Machine | None) -> None:
     if not ranks:
         raise InputError("ranks is empty: give numbers of ranks, such as 1,2,4.")
     if steps < 3:
-        raise InputError(f"steps is {steps}: the first ones are warm-up, so give at least 3.")
+        raise InputError(
+            f"{setting('steps')} is {steps}: the first ones are warm-up, so give at least 3."
+        )
     if machine is not None and len(machine.devices) > 1:
         raise InputError(
             f"the machine has {len(machine.devices)} devices: describe one, which stands for each rank."
