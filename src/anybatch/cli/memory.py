@@ -50,8 +50,10 @@ def memory(
 
         from rich.console import Console
 
+        from anybatch.cli.waiting import Waiting
         from anybatch.errors import InputError, NoPlanFits
         from anybatch.estimate import subject_of
+        from anybatch.launch import find
         from anybatch.machine import Machine
         from anybatch.planner import account, smallest_micro_batch
         from anybatch.process.files import write_whole
@@ -66,7 +68,11 @@ def memory(
     subject = subject_of(loaded)
     notice = ""
     try:
-        chosen = make_plan(loaded, where, **wishes)
+        if device is None and devices is None and find() is None:  # the plan of `anybatch plan`
+            with Waiting("planning:") as waiting:
+                chosen = make_plan(loaded, **options.of_plan(), watch=waiting)
+        else:
+            chosen = make_plan(loaded, where, **wishes)
     except NoPlanFits as error:  # the ledger shows why
         notice = str(error)
         wishes["micro_batch"] = smallest_micro_batch(subject)

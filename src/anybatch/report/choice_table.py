@@ -42,7 +42,8 @@ def table_of(plan: Plan, points: Sequence[Point]) -> Table:
         ("", "whole"),
     ]
     kept = [number for number in range(len(columns)) if any(row[number] for row in rows)]
-    return Table([columns[i] for i in kept], [[row[i] for i in kept] for row in rows])
+    cells = [[row[i] for i in kept] for row in rows]
+    return Table([columns[i] for i in kept], cells, ["budget", "vs plan"])
 
 
 def _words(choice: Choice, parallel: str) -> dict[str, str]:

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from anybatch.planner.knobs import Knob
 
 _MAX_HELD = 12
-_NARROW, _WIDE = 76, 112
-"""Minimum terminal width, in columns, to show all parts of a layer, and also its type and output."""
+_OMISSIBLE = "type", "output", "buffers", "optimizer", "gradients", "parameters"
 
 _STATED_BELOW = ("predicted peak", "predicted step", "timing")
 
@@ -56,7 +55,7 @@ def print_ledger(
     `every_layer`, all layers are listed instead.
     """
     rows = every_row(ledger) if every_layer else rows_of(ledger, depth)
-    print_sections(console, sections_of(plan, ledger, knobs, layers(rows, ledger, console.width)))
+    print_sections(console, sections_of(plan, ledger, knobs, layers(rows, ledger)))
 
 
 def sections_of(
@@ -115,28 +114,27 @@ def _totals(plan: Plan, ledger: Ledger) -> Table:
     return Table([("account", "whole"), ("predicted", "number"), ("what it counts", "words")], rows)
 
 
-def layers(rows: Sequence[Row], ledger: Ledger, width: int | None = None) -> Table:
-    """A table of `rows` and the total of all layers. Columns are dropped if `width` columns of a
-    terminal are too few for them."""
+def layers(rows: Sequence[Row], ledger: Ledger) -> Table:
+    """A table of `rows` and the total of all layers."""
     total = total_row(ledger)
-    is_wide = width is None or width >= _WIDE
     parts = [(title, i) for i, (title, _) in enumerate(PARTS) if total.sizes[i]]
-    if width is not None and width < _NARROW:
-        parts = [part for part in parts if part[0] == "activations"]
-    columns: list[tuple[str, Content]] = [("layer", "words")]
-    if is_wide:
-        columns.extend([("type", "words"), ("output", "whole")])
+    columns: list[tuple[str, Content]] = [
+        ("layer", "words"),
+        ("type", "words"),
+        ("output", "whole"),
+    ]
     columns.extend((title, "number") for title in (*(title for title, _ in parts), "all"))
     cells = [
         [
             "  " * row.depth + row.name,
-            *((row.type_name, row.output) if is_wide else ()),
+            row.type_name,
+            row.output,
             *(format_bytes(size) if (size := row.sizes[i]) else "" for _, i in parts),
             format_bytes(row.total_bytes),
         ]
         for row in (*rows, total)
     ]
-    return Table(columns, cells)
+    return Table(columns, cells, _OMISSIBLE)
 
 
 def _kinds(ledger: Ledger) -> Table:

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 from rich import box
 from rich import table as rich_table
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.segment import Segment
 from rich.text import Text
@@ -22,13 +23,27 @@ from anybatch.report.plot import Figure
 Content: TypeAlias = Literal["words", "number", "whole"]
 """Type of the content of a column; `"whole"`: words that are not wrapped."""
 
+_INDENT = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table. Each of `columns` is a (title, content) pair."""
+    """A table.
+
+    Attributes:
+        columns: (title, content) pairs.
+        omissible: titles of columns that a terminal too narrow for all of them omits, first to last.
+    """
 
     columns: Sequence[tuple[str, Content]]
     rows: Sequence[Sequence[str]]
+    omissible: Sequence[str] = ()
+
+    def without(self, title: str) -> Table:
+        """The table without one of its columns."""
+        kept = [number for number, (name, _) in enumerate(self.columns) if name != title]
+        rows = [[row[number] for number in kept] for row in self.rows]
+        return Table([self.columns[number] for number in kept], rows)
 
 
 class Tag(str):
@@ -80,11 +95,11 @@ def print_sections(console: Console, sections: Iterable[Section]) -> None:
         body = Group(
             lines,
             _grid(section.pairs, "dim", 3),
-            _printed(section.table) if section.table is not None else Group(),
+            Group() if section.table is None else _fitting(section.table, console),
         )
         # A console without a width (a file, a pipe) has 80 columns.
         console.print(Text(section.title, "bold"), soft_wrap=True)
-        console.print(_Trimmed(Padding(body, (0, 0, 0, 2), expand=False)))
+        console.print(_Trimmed(Padding(body, (0, 0, 0, _INDENT), expand=False)))
         console.print()
 
 
@@ -114,18 +129,32 @@ def _grid(lines: Iterable[tuple[str, str]], style: str, gap: int) -> rich_table.
     return table
 
 
+def _fitting(table: Table, console: Console) -> rich_table.Table:
+    """`table` without columns for which the console is too narrow."""
+    options = console.options.update(width=max(1, console.width - _INDENT))
+    found = _printed(table)
+    unlimited = options.update(width=10_000)  # a measure is no larger than the width
+    for title in table.omissible:
+        if Measurement.get(console, unlimited, found).minimum <= options.max_width:
+            break
+        table = table.without(title)
+        found = _printed(table)
+    return found
+
+
 def _printed(table: Table) -> rich_table.Table:
     found = rich_table.Table(
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
     )
     for number, (title, content) in enumerate(table.columns):
+        longest = max((len(row[number]) for row in table.rows), default=0)
         if content == "words":
-            longest = max((len(row[number]) for row in table.rows), default=0)
             least = min(12 if number else 18, longest)  # the first column names the row
             found.add_column(title, overflow="fold", min_width=least, max_width=38)
         else:
             justify = "right" if content == "number" else "left"
-            found.add_column(title, justify=justify, no_wrap=True)
+            least = max(longest, len(title))
+            found.add_column(title, justify=justify, no_wrap=True, min_width=least)
     for row in table.rows:
         found.add_row(*map(Text, row))
     return found

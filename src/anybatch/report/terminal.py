@@ -37,6 +37,8 @@ def print_plan(console: Console, plan: Plan, why: bool = False) -> None:
     hidden = len(points) - len(shown)
     more = f" {hidden} more lie between them." if hidden else ""
     best = f"The best trade-offs, leanest first: nothing else is both smaller and faster.{more}"
+    if plan.prediction is not None and plan.prediction.rehearsed:
+        best += " Peaks are those predicted before the rehearsal."
     sections = [
         Section("Plan", pairs=lines),
         Section("Notices", plan.notices),

@@ -396,6 +396,17 @@ def test_memory_tells_where_the_bytes_go(
     assert len(page) < 400_000
 
 
+@pytest.mark.rehearsed
+def test_memory_is_that_of_the_plan(
+    write_task: Callable[..., Path], command: Callable[..., Outcome]
+):
+    write_task()
+    planned = command("plan", "task.py", "--memory", "64MiB", "--json")
+    found = json.loads(command("memory", "task.py", "--memory", "64MiB", "--json").out)
+    assert found["plan"]["prediction"]["rehearsed"]
+    assert found["plan"]["choice"] == json.loads(planned.out)["choice"]
+
+
 @pytest.mark.parametrize("last", [("--json",), ("--json", "-"), ("--json", "--compile")])
 def test_memory_as_json_prints_that_and_nothing_else(
     write_task: Callable[..., Path], command: Callable[..., Outcome], last: tuple[str, ...]

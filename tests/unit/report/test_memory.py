@@ -110,8 +110,8 @@ def test_everything_is_told_within_the_width(width: int):
     assert re.search(r"micro-batch 1 +20.0 MiB +-66% +750 ms", text)
     assert "58.0 MiB (58% of 100 MiB)" in text
     assert text.index("by hand") < text.index("Nothing of this is real.")
-    assert ("gradients" in text) == (width > 60)
-    assert ("8x32" in text) == (width == 120)
+    assert ("7.81 KiB" in text) == (width > 60)  # of the optimizer
+    assert ("8x32" in text) == (width >= 80)
 
 
 def test_every_account_is_told_with_what_it_counts():
