@@ -74,6 +74,12 @@ TASKS = [
     Bad("required-option", "def task(size: int): pass\n", ("'size' (int)", "-s size=VALUE")),
     Bad("unknown-option", "", ("'epoch'", "give 'epochs'"), "train task.py -s epoch=3"),
     Bad("option-without-value", "", ("'epochs'", "KEY=VALUE"), "train task.py -s epochs"),
+    Bad(
+        "global-batch-twice",
+        "",
+        ("--global-batch is '8' and -s global_batch=4", "leave one of them out"),
+        "plan digits --global-batch 8 -s global_batch=4",
+    ),
     Bad("option-without-name", "", ("'=3'", "KEY=VALUE"), "train task.py -s =3"),
     Bad("option-of-wrong-type", "", ("'many'", "has to be int"), "train task.py -s epochs=many"),
     Bad("unknown-recipe-to-list", "", ("'digit'", "'digits'"), "recipes digit"),

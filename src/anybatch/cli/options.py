@@ -257,6 +257,11 @@ def _of_size(name: str, settings: Sequence[str] | None, global_batch: str | None
     options = settings_of(settings)
     if global_batch is None:
         return resolve(name, options)
+    if "global_batch" in options:
+        raise InputError(
+            f"--global-batch is {global_batch!r} and -s global_batch={options['global_batch']} is given"
+            " too: leave one of them out."
+        )
     batch = parse_batch_rule(global_batch, "--global-batch")
     if not any(option.name == "global_batch" for option in options_of(name)):
         return replace(resolve(name, options), global_batch=batch)
