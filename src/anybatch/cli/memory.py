@@ -14,6 +14,7 @@ from anybatch.cli.options import (
     Devices,
     JsonFile,
     PlanningOptions,
+    Rehearsal,
     TaskName,
     machine_of,
     option,
@@ -26,6 +27,7 @@ def memory(
     options: PlanningOptions,
     device: DeviceName = None,
     devices: Devices = None,
+    rehearsal: Rehearsal = None,
     json: JsonFile = None,
     html: Annotated[
         Path | None, option("--html", "Save it as a page with a plot over one step.", "FILE")
@@ -70,7 +72,7 @@ def memory(
     try:
         if device is None and devices is None and find() is None:  # the plan of `anybatch plan`
             with Waiting("planning:") as waiting:
-                chosen = make_plan(loaded, **options.of_plan(), watch=waiting)
+                chosen = make_plan(loaded, **options.of_plan(), rehearsal=rehearsal, watch=waiting)
         else:
             chosen = make_plan(loaded, where, **wishes)
     except NoPlanFits as error:  # the ledger shows why

@@ -131,15 +131,13 @@ def _grid(lines: Iterable[tuple[str, str]], style: str, gap: int) -> rich_table.
 
 def _fitting(table: Table, console: Console) -> rich_table.Table:
     """`table` without columns for which the console is too narrow."""
-    options = console.options.update(width=max(1, console.width - _INDENT))
-    found = _printed(table)
-    unlimited = options.update(width=10_000)  # a measure is no larger than the width
+    unlimited = console.options.update(width=10_000)  # a measure is no larger than the width
     for title in table.omissible:
-        if Measurement.get(console, unlimited, found).minimum <= options.max_width:
+        least = Measurement.get(console, unlimited, _printed(table)).minimum
+        if least + _INDENT <= console.width:
             break
         table = table.without(title)
-        found = _printed(table)
-    return found
+    return _printed(table)
 
 
 def _printed(table: Table) -> rich_table.Table:

@@ -37,7 +37,8 @@ def print_plan(console: Console, plan: Plan, why: bool = False) -> None:
     hidden = len(points) - len(shown)
     more = f" {hidden} more lie between them." if hidden else ""
     best = f"The best trade-offs, leanest first: nothing else is both smaller and faster.{more}"
-    if plan.prediction is not None and plan.prediction.rehearsed:
+    is_traced = any(is_taken(point, plan) for point in plan.frontier)
+    if plan.prediction is not None and plan.prediction.rehearsed and is_traced:
         best += " Peaks are those predicted before the rehearsal."
     sections = [
         Section("Plan", pairs=lines),
