@@ -40,8 +40,9 @@ def memory_parts(plan: Plan) -> list[tuple[str, int]]:
     return [*shown, ("other" if shown else "all kinds", rest)] if rest else shown
 
 
-def memory(plan: Plan, measured_bytes: int | None) -> list[Figure]:
-    """A figure of the predicted peak by kind, the measured peak, and the budget."""
+def memory(plan: Plan, measured_bytes: int | None, replanned: bool = False) -> list[Figure]:
+    """A figure of the predicted peak by kind, the measured peak, and the budget. `replanned`: whether
+    the run replaced the plan, so that the measured peak includes steps under another one."""
     parts = memory_parts(plan)
     if not parts and not measured_bytes:
         return []
@@ -56,8 +57,9 @@ def memory(plan: Plan, measured_bytes: int | None) -> list[Figure]:
     rows: list[str] = []
     said: list[str] = []
     if parts:
-        rows.append("predicted")
-        said.append(f"predicted peak {format_bytes(predicted)}")
+        rows.append("first plan" if replanned else "predicted")
+        of_plan = " of the first plan" if replanned else ""
+        said.append(f"predicted peak{of_plan} {format_bytes(predicted)}")
         end = 0
         for (kind, size), color in zip(parts, KIND_COLORS, strict=False):
             traces.append(_bar(kind, 0, end / scale, (end + size) / scale, size, color))

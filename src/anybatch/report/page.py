@@ -15,7 +15,7 @@ from pathlib import Path
 import jinja2
 import numpy as np
 
-from anybatch.events import Event, Rebalanced, RunEnded
+from anybatch.events import Event, Rebalanced, Replanned, RunEnded
 from anybatch.insight.noise_series import in_unit_of_batch
 from anybatch.insight.noise_text import lines, mean_batch, unmeasured
 from anybatch.plans import Plan
@@ -115,7 +115,8 @@ def _sections(plan: Plan, record: Record) -> list[Section]:
     batch = lines(plan, noise)
     reason = [] if batch else [unmeasured(plan, record.num_steps)]
     method = plan.prediction.method if plan.prediction else ""
-    memory = figures.memory(plan, _measured_peak(record))
+    replanned = any(isinstance(event, Replanned) for event in record.others)
+    memory = figures.memory(plan, _measured_peak(record), replanned)
     loss, metrics = figures.loss(record), figures.metrics(record)
     if not record.evaluations:
         scored = ["No held-out samples were evaluated."]

@@ -29,7 +29,7 @@ from tests.unit.report.fake_run import (
 )
 
 from anybatch.errors import InputError
-from anybatch.events import Event
+from anybatch.events import Event, Replanned
 from anybatch.plans import Plan
 from anybatch.report import write
 
@@ -147,10 +147,18 @@ def test_the_plots_hold_the_run(full: Page):
     assert len(raw["x"]) == len(smoothed["x"]) == 200
     assert held_out["x"] == list(range(20, 201, 20))
     assert [mark["value"] for mark in full.specs["loss"]["marks"]] == [57]
+    memory = full.specs["memory"]
+    assert [name for _, name in memory["y"]["ticks"]] == ["first plan", "measured"]
     predicted = max(bar["x"][0] for bar in full.specs["memory"]["traces"] if bar["y"] == [0])
     assert predicted == pytest.approx(8.71, abs=1e-3)
     chosen = full.specs["candidates"]["traces"][-1]
     assert (chosen["name"], chosen["x"]) == ("the plan", [8.71])
+
+
+def test_a_prediction_that_held_is_that_of_the_run(tmp_path: Path):
+    events = [event for event in make_events() if not isinstance(event, Replanned)]
+    memory = page_of(tmp_path / "run", events).specs["memory"]
+    assert [name for _, name in memory["y"]["ticks"]] == ["predicted", "measured"]
 
 
 def test_a_budget_far_away_is_told_in_words(tmp_path: Path):
