@@ -383,6 +383,17 @@ def test_an_error_of_the_loss_names_the_sample(micro_batch):
     assert note.startswith("It is raised for sample 15 (epoch 0), alone too (step 2")
 
 
+def test_an_error_of_the_loss_in_a_rehearsal_names_the_sample():
+    task = raises_at(3)
+    with (
+        pytest.raises(KeyError, match="no such class") as caught,
+        ab.Session(task, plan_of(task, 2)) as session,
+    ):
+        session.rehearsed(is_fixed=True)
+    (note,) = caught.value.__notes__
+    assert note.startswith("It is raised for sample 3 (epoch 0), alone too (step 1, micro-batch 1)")
+
+
 def test_an_error_of_the_loss_for_every_sample_blames_none():
     def loss(model, batch):
         raise KeyError("no such class")

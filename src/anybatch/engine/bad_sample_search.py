@@ -16,7 +16,8 @@ complete gradient by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import final
 
 import torch
@@ -24,8 +25,10 @@ import torch
 from anybatch.compute import Replica
 from anybatch.compute.joint import encodings_of
 from anybatch.compute.modes import evaluating
-from anybatch.data import Bad, Place
+from anybatch.data import Bad, BadSamples, Place, told_samples
 from anybatch.engine.source import Source
+from anybatch.errors import AnybatchError, DataError
+from anybatch.oom import is_memory_error
 from anybatch.parallel import Group
 from anybatch.parallel.failures import first_line
 from anybatch.task import JointLoss, LossFunction
@@ -120,6 +123,44 @@ class OneByOne:
                         found.append(Bad(place, f"its {what} is {value}"))
                         break
         return tuple(found)
+
+
+@contextmanager
+def naming_samples(
+    blame: OneByOne | None, source: Source, number: int, step: int
+) -> Iterator[None]:
+    """Context manager for the pass of micro-batch `number` of `step`: errors that are raised in it name
+    the samples that cause them, if these are found. `blame` finds them; None: they are not searched."""
+    try:
+        yield
+    except BadSamples:
+        raise
+    except DataError as error:
+        raise _of_its_sample(error, source, number) from error
+    except Exception as error:
+        if (
+            blame is not None
+            and not isinstance(error, AnybatchError)
+            and not is_memory_error(error)
+        ):
+            with suppress(Exception):  # the error to report is `error`
+                for bad in blame.raising(number, source):
+                    error.add_note(
+                        f"It is raised for {told_samples([bad.place.name])}, alone too (step {step},"
+                        f" micro-batch {number})."
+                    )
+        raise
+
+
+def _of_its_sample(error: DataError, source: Source, number: int) -> DataError:
+    """Returns `error`, about a row of micro-batch `number`, with the name of its sample added."""
+    places = source.places(number)
+    alone = error.row is not None and error.row < len(places)
+    names = [place.name for place in (places[error.row or 0 :][:1] if alone else places)]
+    if not names:
+        return error
+    where = f"{'Row ' + str(error.row) + ' of micro-batch' if alone else 'Micro-batch'} {number}"
+    return DataError(f"{error} {where} is {told_samples(names)}.", error.row)
 
 
 def _suspects(numbers: Sequence[int], source: Source) -> list[Place]:

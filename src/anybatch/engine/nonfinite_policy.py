@@ -18,8 +18,7 @@ from anybatch.data import Bad, told_samples
 from anybatch.engine.bad_sample_search import OneByOne
 from anybatch.engine.outcome import Again, PassedOver, Staged, by_rank
 from anybatch.engine.totals import Means
-from anybatch.errors import AnybatchError, LossError
-from anybatch.oom import is_memory_error
+from anybatch.errors import LossError
 from anybatch.parallel import Group
 
 _CAUSE = (
@@ -77,17 +76,6 @@ class NonfinitePolicy:
             f"the total weight of step {staged.step} is zero, so there is no mean to learn from:"
             " every sample of its global batch is ignored or weighs nothing, or there is none."
         )
-
-    def raised(self, error: Exception, number: int, staged: Staged) -> None:
-        """Add a note to `error`, which the model or the loss raised in micro-batch `number`, that names
-        the sample causing it, if there is one."""
-        if self._blame is None or isinstance(error, AnybatchError) or is_memory_error(error):
-            return
-        for bad in self._blame.raising(number, staged.source):
-            error.add_note(
-                f"It is raised for {told_samples([bad.place.name])}, alone too (step {staged.step},"
-                f" micro-batch {number})."
-            )
 
     def gradient(self, norm: float, loss: float, staged: Staged) -> PassedOver | Again:
         """Decide about a gradient whose `norm` is not finite although its `loss` is. Raises `LossError`

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from typing import final
 
 from anybatch.compute.joint import Ask, nobody
+from anybatch.engine.bad_sample_search import OneByOne, naming_samples
 from anybatch.engine.context import PassContext
 from anybatch.engine.joint import is_encoded_first
 from anybatch.engine.limit import OverBudget
 from anybatch.engine.source import MicroBatch, Source
+from anybatch.events import step_number
 from anybatch.oom import MemoryFailure, as_memory_failure
 from anybatch.plans import Choice, KernelChoices
 from anybatch.process.compilation import num_compilations
@@ -51,9 +53,11 @@ class Rehearsed:
 
 @final
 class Rehearsal:
-    """Runs trial passes on a replica between two steps."""
+    """Runs trial passes on a replica between two steps. `blame` finds the sample for which a pass
+    raises an error."""
 
-    def __init__(self, context: PassContext) -> None:
+    def __init__(self, context: PassContext, blame: OneByOne | None) -> None:
+        self._blame = blame
         self._replica, self._group = context.replica, context.group
         self._randomness, self._limit = context.randomness, context.limit
         self._meter, self._thread = context.meter, context.thread
@@ -85,7 +89,7 @@ class Rehearsal:
         trim()  # memory that earlier passes left free must not be measured
         try:
             with self._replica.loss_untouched(), self._replica.alone(self._group.size):
-                found = self._passes(source, choice, most, enough_bytes)
+                found = self._passes(step_number(index), source, choice, most, enough_bytes)
         finally:
             self._replica.switch(after, before)
             self._limit.follow(after.freed_memory)
@@ -116,21 +120,22 @@ class Rehearsal:
         settles = self._on_cuda and most > 1
         return settles and len(seconds) < _CUDA_PASSES and sum(seconds) < _CUDA_SECONDS
 
-    def _again_and_again(self, source: Source, choice: Choice) -> Iterator[MicroBatch]:
-        """Yields the micro-batches of a step repeatedly, each time without gradients, as a step begins;
-        none if there are none. Where samples are sorted by length, they begin with the longest."""
+    def _again_and_again(self, source: Source, choice: Choice) -> Iterator[tuple[int, MicroBatch]]:
+        """Yields the micro-batches of a step and their numbers repeatedly, each time without gradients,
+        as a step begins; none if there are none. Where samples are sorted by length, they begin with
+        the longest."""
         is_empty = False
         while not is_empty:
             is_empty = True
             self._replica.drop()
-            for micro in source.micro_batches(choice):
+            for number, micro in enumerate(source.micro_batches(choice)):
                 if not micro.is_drawn:
                     is_empty = False
-                    yield micro
+                    yield number, micro
                 del micro
 
     def _passes(
-        self, source: Source, choice: Choice, most: int, enough_bytes: int | None
+        self, step: int, source: Source, choice: Choice, most: int, enough_bytes: int | None
     ) -> Rehearsed | MemoryFailure:
         self._buffers.forget()
         each: list[tuple[float, float]] = []
@@ -143,10 +148,13 @@ class Rehearsal:
             while self._goes_on([seconds for seconds, _ in each], most):
                 before = num_compilations()
                 with self._timer.running():
-                    micro = next(passes, None)
+                    number, micro = next(passes, (0, None))
                     if micro is None or not micro.num_samples:
                         break
-                    with self._limit.watched(choice.kind, micro.batch):
+                    with (
+                        naming_samples(self._blame, source, number, step),
+                        self._limit.watched(choice.kind, micro.batch),
+                    ):
                         stopwatch = Stopwatch()
                         self._pass(micro, source)
                         idle = stopwatch.idle_seconds() if self._alone_on_cpu else 0.0

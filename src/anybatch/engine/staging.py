@@ -5,7 +5,7 @@ losses and weights are accumulated as sums.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, final
 
@@ -14,30 +14,30 @@ import torch
 from anybatch.compute.joint import Ask
 from anybatch.compute.loss_check import LOOKED_AT
 from anybatch.compute.loss_reduction_check import warn_of_collate
-from anybatch.data import BadSamples, to_device, told_samples
+from anybatch.data import to_device
 from anybatch.data.evaluation import join
 from anybatch.data.generators import Borrowed
 from anybatch.data.schedule import measures_noise
+from anybatch.engine.bad_sample_search import OneByOne, naming_samples
 from anybatch.engine.context import PassContext
 from anybatch.engine.joint import JointPasses
 from anybatch.engine.limit import uncounted
-from anybatch.engine.nonfinite_policy import NonfinitePolicy
 from anybatch.engine.outcome import Staged
 from anybatch.engine.source import MicroBatch, Source
-from anybatch.errors import DataError
 from anybatch.plans import Plan
 
 
 @final
 class Staging:
-    """Runs the passes of a step on one replica. `judge` receives the errors that a pass raises."""
+    """Runs the passes of a step on one replica. `blame` finds the sample for which a pass raises an
+    error."""
 
-    def __init__(self, context: PassContext, judge: NonfinitePolicy) -> None:
+    def __init__(self, context: PassContext, blame: OneByOne | None) -> None:
         self._replica, self._group, self._device = context.replica, context.group, context.device
         self._randomness, self._limit = context.randomness, context.limit
         self._meter = context.meter
         self._buffers, self._timer = context.buffers, context.timer
-        self._judge = judge
+        self._blame = blame
         self._is_loss_checked = False
         self.joint: JointPasses = JointPasses(context)
 
@@ -57,7 +57,7 @@ class Staging:
                 if micro.grain is not None:
                     self._randomness.begin_grain(staged.index, micro.grain)
                 with (
-                    self._naming(staged, number),
+                    naming_samples(self._blame, staged.source, number, staged.step),
                     self._limit.watched(choice.kind, micro.batch),
                     group.last_pass(measured) if micro.last else nullcontext(),
                 ):
@@ -86,7 +86,8 @@ class Staging:
     def _micro_batches(self, staged: Staged, plan: Plan) -> Iterator[tuple[MicroBatch, Ask | None]]:
         source, choice = staged.source, plan.choice
         if self._replica.is_joint:
-            return self.joint.of(staged.index, source, choice, partial(self._naming, staged))
+            naming = partial(naming_samples, self._blame, source, step=staged.step)
+            return self.joint.of(staged.index, source, choice, naming)
         return ((micro, None) for micro in source.micro_batches(choice))
 
     def _check_loss(self, micro: MicroBatch, source: Source) -> None:
@@ -128,28 +129,3 @@ class Staging:
         is_whole = micro.last and self._group.size == 1
         is_due = measures_noise(staged.index)
         return is_due and is_part and not is_whole and not self._replica.is_joint
-
-    @contextmanager
-    def _naming(self, staged: Staged, number: int) -> Iterator[None]:
-        """Context manager for micro-batch `number` that attributes errors to its samples."""
-        try:
-            yield
-        except BadSamples:
-            raise
-        except DataError as error:
-            raise _of_its_sample(error, staged.source, number) from error
-        except Exception as error:
-            with suppress(Exception):  # the error to report is `error`
-                self._judge.raised(error, number, staged)
-            raise
-
-
-def _of_its_sample(error: DataError, source: Source, number: int) -> DataError:
-    """Returns `error`, about a row of micro-batch `number`, with the name of its sample added."""
-    places = source.places(number)
-    alone = error.row is not None and error.row < len(places)
-    names = [place.name for place in (places[error.row or 0 :][:1] if alone else places)]
-    if not names:
-        return error
-    where = f"{'Row ' + str(error.row) + ' of micro-batch' if alone else 'Micro-batch'} {number}"
-    return DataError(f"{error} {where} is {told_samples(names)}.", error.row)

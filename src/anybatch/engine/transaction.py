@@ -116,8 +116,8 @@ class Transactions:
             timer=self._timer,
         )
         self._judge = NonfinitePolicy(group, blame, skips is not None)
-        self._staging = Staging(context, self._judge)
-        self.rehearsal: Rehearsal = Rehearsal(context)
+        self._staging = Staging(context, blame)
+        self.rehearsal: Rehearsal = Rehearsal(context, blame)
         self._room = UpdateRoom(context, commit_bytes)
         self._recovery = Recovery(plan, context, sink)
         replica.guard_outside_gradients()
