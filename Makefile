@@ -36,10 +36,14 @@ demo: $(STAMP)  ## train a small language model with a batch that its memory bud
 
 .PHONY: test
 test: $(STAMP)  ## run the tests that need no GPU and no more than seconds each
-	$(PYTEST) -m "not gpu and not slow" $(ARGS)
+	$(PYTEST) -m "not gpu and not slow and not nightly" $(ARGS)
+
+.PHONY: test-ci
+test-ci: $(STAMP)  ## run the slow tests too: commands, machines, faults
+	$(PYTEST) -m "not gpu and not nightly" $(ARGS)
 
 .PHONY: test-all
-test-all: $(STAMP)  ## run the slow tests too: commands, machines, faults at random moments
+test-all: $(STAMP)  ## run all tests that need no GPU: every command of the documents, campaigns
 	$(PYTEST) -m "not gpu" $(ARGS)
 
 .PHONY: check

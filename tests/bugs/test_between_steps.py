@@ -76,7 +76,7 @@ def test_the_script_takes_and_keeps_what_it_wants_and_a_step_has_its_budget():
         assert_held(step, loss)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @alone
 def test_memory_that_is_made_between_steps_and_dropped_in_them_widens_no_budget():
     loss, handed = Greedy(), list[Tensor]()
@@ -114,7 +114,7 @@ def leave_free_heaps() -> None:
         thread.join()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @alone
 def test_heaps_of_threads_that_have_ended_widen_no_budget():
     leave_free_heaps()
@@ -128,7 +128,7 @@ def test_heaps_of_threads_that_have_ended_widen_no_budget():
             step(X)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @alone
 def test_threads_that_a_script_starts_between_steps_widen_no_budget():
     loss, model, done = Greedy(), nn.Linear(4, 2), threading.Event()
@@ -144,7 +144,7 @@ def test_threads_that_a_script_starts_between_steps_widen_no_budget():
             thread.join()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @alone
 def test_memory_that_steps_leave_and_the_script_drops_uses_up_no_budget():
     loss, left = Greedy(), list[Tensor]()

@@ -71,7 +71,7 @@ def test_blocks_of_a_compiled_model_are_recomputed(keep, in_place):
     assert model.layers[0].num_passes == 6  # three micro-batches of each step, once each
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @alone
 def test_what_the_compiler_takes_is_in_no_budget():
     compiled = torch.compile(Net(), backend="aot_eager")

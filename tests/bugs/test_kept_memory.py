@@ -26,7 +26,7 @@ MIB = 1 << 20
 BUDGET = 64
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @alone
 def test_a_budget_holds_what_is_kept_from_pass_to_pass():
     warm_up()

@@ -86,7 +86,7 @@ def test_a_refused_kernel_marks_its_thread_for_good():
     assert found == [mark, mark, "done", "done"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not supports_onednn(), reason="torch is built without oneDNN")
 def test_a_step_ends_with_the_weights_of_the_last_one():
     weights, error = run("""

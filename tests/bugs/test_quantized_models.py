@@ -107,7 +107,7 @@ def check(layer: Callable[[], nn.Module], num_bytes: int) -> None:
     assert (found - wanted).norm() < 1e-6 * wanted.norm()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @alone
 def test_a_weight_that_consists_of_several_tensors():
     check(by_torchao, SIZE * SIZE)

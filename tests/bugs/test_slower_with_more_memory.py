@@ -60,7 +60,7 @@ def stepped(norm: nn.Module) -> tuple[int, str, list[tuple[int, str]]]:
         return done.num_micro_batches, step.plan.choice.freed_memory, tried
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @alone
 def test_a_batch_is_cut_before_freed_memory_is_returned():
     passes, freed_memory, tried = stepped(nn.LayerNorm(64))

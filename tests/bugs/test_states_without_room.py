@@ -95,7 +95,7 @@ def on_rank(rank, ranks):
     return told, session.plan.choice.optimizer_states, far
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_faster_plan_is_left_again_by_all_ranks_and_tried_later(crew, ranks):
     found = crew(ranks, on_rank)

@@ -85,7 +85,7 @@ def test_the_second_run_makes_no_plan_and_takes_the_same_step() -> None:
     assert run("200MiB", momentum=0.0)[2] == 1  # other optimizer states, another plan
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @alone
 def test_a_plan_that_does_not_fit_any_more_is_made_anew() -> None:
     keep = steps.key_of

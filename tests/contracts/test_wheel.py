@@ -96,7 +96,7 @@ def name_of(names: set[str], end: str) -> str:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_installed_wheel_plans_a_model_of_ones_own(wheel, tmp_path):
     environment = tmp_path / "environment"
     venv.create(environment, with_pip=False, symlinks=True)

@@ -13,11 +13,14 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.docs.reading import (
     ROOT,
+    blocks,
     command_blocks,
+    commands_of,
     documents,
     examples,
     scripts,
@@ -68,10 +71,17 @@ def told(done: subprocess.CompletedProcess[str]) -> str:
     return f"{done.args} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "commands", command_blocks(), ids=lambda block: " ; ".join(map(str, block))
-)
+def marked_blocks() -> list[Any]:
+    """The blocks of commands; those without a command of the README run at night only."""
+    first = {one for block in blocks("README.md") for one in commands_of(block)}
+    found = []
+    for block in command_blocks():
+        mark = pytest.mark.slow if first & set(block) else pytest.mark.nightly
+        found.append(pytest.param(block, id=" ; ".join(map(str, block)), marks=mark))
+    return found
+
+
+@pytest.mark.parametrize("commands", marked_blocks())
 def test_commands_end_as_the_document_says(commands, run):
     for command in commands:
         if str(command) in WITH_TESTS_OF_THEIR_OWN:
@@ -98,7 +108,7 @@ def other_examples() -> list[str]:
     return [example for example in examples() if example not in run_elsewhere]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("example", other_examples())
 def test_examples_run(example, run):
     done = run((sys.executable, example))

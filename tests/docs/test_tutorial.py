@@ -20,7 +20,7 @@ def test_the_tutorial_is_kept_without_outputs():
     assert not any(cell.outputs or cell.execution_count for cell in cells)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_tutorial_runs(tmp_path):
     notebook = nbformat.read(TUTORIAL, as_version=4)
     NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()

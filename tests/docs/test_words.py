@@ -111,7 +111,7 @@ for line in LINES:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_line_runs(warm, tmp_path):
     """All in one process: the code blocks in order, which the lines build on, and then the lines."""
     code = [b.text for b in blocks(PAGES[0]) if b.language == "python" and not b.is_fragment]

@@ -161,7 +161,7 @@ def test_so_do_the_kernels_that_the_compiler_writes(kind, micro_batch, dtype, to
     assert_equal(train(task, micro_batch, kernels=COMPILED), train_plainly(task), tolerance)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("recompute", [Recompute(), Recompute(blocks=("layers.*",))])
 def test_dropout_draws_the_masks_that_it_draws_uncompiled(recompute):
     model = lambda: Attending(dropout=0.3).double()  # noqa: E731

@@ -27,7 +27,7 @@ def test_the_error_tells_where_and_what_helps():
             next(steps)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_the_run_goes_on_from_its_checkpoint(tmp_path: Path, bad_rank: int):
     found = call(train, str(tmp_path), bad_rank, ranks=2, restarts=1, grace_seconds=5)

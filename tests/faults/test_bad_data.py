@@ -126,7 +126,7 @@ def test_streams(crew, size, micro_batch):
     check(crew(size, as_rank, (data, {}), micro_batch, parallel_of(size))[0], plain)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(
     bad=st.dictionaries(st.integers(0, 22), st.sampled_from(KINDS), max_size=12),

@@ -333,7 +333,7 @@ def leave_only(spare):
     return hoard
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @alone
 def test_24_mib_are_enough_to_save_and_to_load():
     """A state of 64 MiB; half of it cannot be written as it lies, not being contiguous."""
@@ -522,7 +522,7 @@ def save_until_killed(rank, size, folder, seconds):
         return step, sum(isinstance(one, Saved) for one in ended)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_of_two_ranks_is_killed_at_a_random_moment(crew, tmp_path):
     chance = random.Random(0)
     before = 0

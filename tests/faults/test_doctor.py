@@ -48,6 +48,7 @@ def test_where_nothing_is_broken_it_computes_and_two_processes_meet(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_variables_that_break_training_are_named(tmp_path: Path):
     (tmp_path / "file").touch()
     with socket.socket() as listener:

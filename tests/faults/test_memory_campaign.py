@@ -33,6 +33,7 @@ def crew():
         yield crew
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", TRIALS)
 def test_refusals_of_memory_leave_no_trace(crew, way):
     judged = campaign.judge(crew, TRIALS[way])

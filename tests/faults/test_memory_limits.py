@@ -45,6 +45,7 @@ def assert_survived(found):
         assert failure["micro_batch"] > found["final"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_five_passes_over_the_budget_in_one_run(where):
     found = run(f"spikes in {where}")
@@ -58,6 +59,7 @@ def test_five_passes_over_the_budget_in_one_run(where):
     assert found["measured"] <= found["budget"] * 1.1
 
 
+@pytest.mark.nightly
 def test_what_planning_has_left_in_the_heap_is_no_part_of_the_run():
     found = run("planned here")
     assert_survived(found)
@@ -81,6 +83,7 @@ def test_nothing_fits():
     assert "too small even for the leanest plan (micro-batch 1" in found["message"]
 
 
+@pytest.mark.nightly
 def test_a_model_that_no_trace_can_follow_is_planned_by_passes_under_the_limit():
     found = run("untraced")
     assert_survived(found)

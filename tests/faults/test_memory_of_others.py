@@ -129,6 +129,7 @@ LOADED += "print(Machine.here(device='cpu').device.free_bytes)"
 NEIGHBOR = "held = b'x' * (200 << 20); print(flush=True); input()"
 
 
+@pytest.mark.nightly
 def test_what_others_hold_in_the_group_is_no_part_of_the_budget():
     with memory_group(LIMIT) as group:
 
@@ -174,6 +175,7 @@ def keeping():
 """
 
 
+@pytest.mark.nightly
 def test_what_the_code_of_the_model_keeps_is_no_part_of_the_budget(tmp_path: Path):
     (tmp_path / "task.py").write_text(f"from dataclasses import replace{TASK}{KEEPING}")
     budgets: list[int] = []
@@ -208,6 +210,7 @@ print(step((inputs, inputs.sum(1, keepdim=True).sin())).num_micro_batches)
 """
 
 
+@pytest.mark.nightly
 def test_a_step_of_any_size_keeps_to_the_memory_of_its_group(tmp_path: Path):
     (tmp_path / "task.py").write_text(TASK)
     (tmp_path / "script.py").write_text(STEP)
@@ -220,6 +223,7 @@ def test_a_step_of_any_size_keeps_to_the_memory_of_its_group(tmp_path: Path):
     assert int(done.stdout) >= 2.6 * 1024 * MIB / LIMIT
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_whose_memory_another_process_takes_ends_with_the_right_weights(
     ranks: int, undisturbed: dict[str, torch.Tensor], tmp_path: Path

@@ -9,7 +9,7 @@ import pytest
 from tests.faults.ordeal import KILLS, Ordeal
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.faults
 def test_whatever_happens_to_a_run_its_end_is_the_same(tmp_path: Path):
     ordeal = Ordeal(tmp_path, epochs=3)
@@ -19,7 +19,7 @@ def test_whatever_happens_to_a_run_its_end_is_the_same(tmp_path: Path):
     assert sum(story.faults.values()) >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.faults
 def test_a_model_with_dropout_ends_with_the_same_bits_after_kills(tmp_path: Path):
     ordeal = Ordeal(tmp_path, epochs=2, dropout=0.3, reproducible=True)

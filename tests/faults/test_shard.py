@@ -63,7 +63,7 @@ def test_a_rank_that_is_killed_is_missed_at_once(crew):
         assert seconds < 60  # not told by the deadline
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_that_hangs_is_given_up_after_the_deadline(crew):
     (woken, message, _), (also_woken, _, _) = crew(2, lost, World(loss="pair"), "hanging", 3)
     assert "a rank did not answer while" in woken[0]

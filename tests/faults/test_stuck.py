@@ -61,7 +61,7 @@ def test_a_rank_whose_process_stands_still_is_named_by_the_other(bad_rank: int):
     assert f"rank {1 - bad_rank} of 2 has waited" in told
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_whose_interpreter_is_held_shows_its_stack():
     """Then not even its watchdog runs."""
     with pytest.raises(LaunchError) as raised:
@@ -79,13 +79,13 @@ sys.exit(run_command(sys.argv[1:], 2, grace_seconds=5, module="tests.faults.stuc
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_are_started_again_after_one_was_stuck():
     expected = [(1, STEP), (1, STEP)]
     assert call(train, "forward", 1, STEP, ranks=2, grace_seconds=5, restarts=1) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_who_gives_a_command_reads_it_too(bad_rank: int, tmp_path: Path):
     done = subprocess.run(

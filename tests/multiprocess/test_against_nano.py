@@ -64,7 +64,7 @@ def test_an_error_on_one_rank_of_nano_ends_all(crew):
     assert isinstance(second, OSError)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_example_prints_the_same_losses_in_every_row(warm, tmp_path):
     example = Path(__file__).parents[2] / "examples" / "nano_anybatch.py"
     done = warm(["python", example], tmp_path)

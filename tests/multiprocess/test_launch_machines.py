@@ -109,7 +109,7 @@ call(fail_on, int(sys.argv[2]), ranks=1, nodes=2, rendezvous=sys.argv[1], timeou
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_machine_waits_for_one_whose_rank_failed():
     place = f"127.0.0.1:{free_port()}"
     ended = run([[sys.executable, "-c", FAILING, place, status] for status in ("0", "1")])

@@ -98,7 +98,7 @@ def check(folder: Path) -> None:
         assert len(found) >= 3, found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "rendezvous",
     [[], pytest.param([f"{os.uname().nodename}:29400"], marks=pytest.mark.slow)],
@@ -109,7 +109,7 @@ def test_ranks_of_a_call(rendezvous: list[str], tmp_path: Path):
     check(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_of_a_command(tmp_path: Path):
     run([sys.executable, "-c", COMMAND, str(tmp_path)], tmp_path)
     check(tmp_path)
@@ -139,7 +139,7 @@ def test_ranks_that_train(words: Callable[[Path], list[str]], tmp_path: Path):
     check(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_of_a_cell_of_a_notebook(tmp_path: Path):
     """The sockets of Jupyter's kernel, which the ranks look down from, are among those found."""
     begin = f"""

@@ -169,7 +169,7 @@ def test_a_divided_model_of_transformers_with_adapters_and_without(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_by_commands(warm: Warm, tmp_path: Path):
     (tmp_path / "own_task.py").write_text(FILE_TASK)
 

@@ -532,7 +532,7 @@ def test_a_model_that_is_wrapped_already(crew):
         ab.Step(nn.DataParallel(nn.Linear(1, 1)), None or torch.optim.SGD([torch.ones(1)]), loss)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_example_prints_the_same_on_any_number_of_ranks(warm, tmp_path):
     example = Path(__file__).parents[2] / "examples" / "own_loop_ddp.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -143,7 +143,7 @@ def test_only_the_first_rank_writes_the_log_for_tensorboard(of_three):
     assert len(scalars["ranks/slowest_seconds"]) == end.steps
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_torchruns_ranks_are_recognised(run, task_file, alone, tmp_path):
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     done = run(*torchrun, "-m", "anybatch", "train", task_file, "--out", "both", cwd=tmp_path)

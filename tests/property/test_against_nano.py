@@ -55,7 +55,7 @@ def test_sessions_train_as_nano_does(case):
     check_session(case)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=400)
 @given(case=cases)
 def test_many_sessions_train_as_nano_does(case):

@@ -163,6 +163,7 @@ def evict(pods: Pods, folder: Path) -> list[tuple[int, str]]:
     return pods.ends()
 
 
+@pytest.mark.nightly
 def test_pods_of_the_training_operator_save_and_go_on_in_another_number(pods: Pods, tmp_path: Path):
     job = manifests()["PyTorchJob"]["spec"]
     specs = job["pytorchReplicaSpecs"]

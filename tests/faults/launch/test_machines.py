@@ -140,6 +140,7 @@ def test_the_others_go_on_without_a_machine_that_is_killed(
     assert told.startswith(f"anybatch: nothing was heard from {socket.gethostname()}. All ranks")
 
 
+@pytest.mark.nightly
 def test_a_machine_that_comes_back_is_taken_in(
     start: Callable[..., Agent], tmp_path: Path, place: str
 ):
@@ -155,6 +156,7 @@ def test_a_machine_that_comes_back_is_taken_in(
     assert [output for output, _ in told] == [f"[({attempt}, 2)]\n"] * 2
 
 
+@pytest.mark.nightly
 def test_a_machine_that_is_told_to_end_saves_and_the_others_go_on(
     start: Callable[..., Agent], tmp_path: Path, place: str
 ):
@@ -184,6 +186,7 @@ def test_too_few_machines_do_not_go_on(start: Callable[..., Agent], tmp_path: Pa
     assert {attempt for attempt, _ in seen(tmp_path)} == {0}
 
 
+@pytest.mark.nightly
 def test_the_others_end_with_the_machine_where_they_meet(
     start: Callable[..., Agent], tmp_path: Path, place: str
 ):
@@ -208,6 +211,7 @@ def cable() -> Iterator[tuple[netns.Machine, netns.Machine]]:
         yield machines
 
 
+@pytest.mark.nightly
 def test_a_cable_is_cut_between_two_machines(
     start: Callable[..., Agent],
     tmp_path: Path,

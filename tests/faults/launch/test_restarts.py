@@ -59,7 +59,7 @@ def test_all_start_again_when_one_is_killed(
     assert told.endswith("All ranks are started again (restart 1 of 2).")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_start_again_when_two_are_killed_and_one_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):

@@ -86,7 +86,8 @@ def test_a_step_tells_how_long_it_waited():
         assert 4 * 0.005 <= step.data_seconds <= step.seconds
     assert 4 * 0.005 <= ended.data_seconds <= ended.step_seconds
     assert ended.samples_per_second <= 1 / 0.005
-    assert ended.idle_seconds < ended.data_seconds  # which is not counted twice
+    # Waiting is not counted twice. The times are medians of two steps.
+    assert ended.idle_seconds + ended.data_seconds <= 1.001 * ended.step_seconds
     assert not any(isinstance(event, Starved) for event in events)
 
 

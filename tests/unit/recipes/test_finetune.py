@@ -481,7 +481,7 @@ def test_positions_that_are_not_for_tokens_are_not_counted():
     assert num_positions(transformers.T5Config()) is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_that_divide_a_model_with_adapters_write_what_one_does(folder, data, warm, tmp_path):
     pytest.importorskip("peft")
     path = data(SUMS)
