@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from anybatch.compute import (
     find_chains,
     find_mlps,
     find_recomputable,
+    multi_optimizer,
 )
 from anybatch.compute.building import optimizer_for, unhooked
 from anybatch.compute.dtensor import is_dtensor
@@ -69,6 +70,7 @@ class Subject:
         make_optimizer: creates the optimizer of a fake model.
         loss: the task's loss.
         users: other user code that runs in traces, besides the model's own state.
+        optimizer: class and options of the optimizer, without learning rates; empty if unknown.
         template: a small batch as `collate` returns it.
         num_valid: number of samples to evaluate; 0: none; None: a stream.
         clip_norm: see `Task`.
@@ -110,6 +112,7 @@ class Subject:
     sums: Sums | None = None
     division: Division | None = None
     users: tuple[object, ...] = ()
+    optimizer: tuple[object, ...] = ()
     long: str = ""
     samples: Samples = field(default_factory=Samples)
     compared: int = 0
@@ -249,6 +252,7 @@ def subject_of(task: Task) -> Subject:
         make_optimizer=lambda model: unhooked(optimizer_for(task, model)),
         loss=task.loss,
         users=(task.optimizer, task.parameters, *code_of(model)),
+        optimizer=_optimizer_options(task, model),
         template=template,
         num_valid=_num_valid(task),
         clip_norm=task.clip_norm,
@@ -289,6 +293,21 @@ def identify(task: Task, model: nn.Module) -> TaskIdentity:
         part=part,
         dtypes=dtypes_of(model),
     )
+
+
+def _optimizer_options(task: Task, model: nn.Module) -> tuple[object, ...]:
+    """See `Subject.optimizer`. `model`: on fake tensors."""
+    with suppress(Exception), untouched(task.optimizer, task.parameters):
+        return tuple(
+            (type(part).__qualname__, {k: v for k, v in group.items() if not _is_ignored(k)})
+            for part in multi_optimizer.parts_of(unhooked(optimizer_for(task, model)))
+            for group in part.param_groups
+        )
+    return ()
+
+
+def _is_ignored(option: str) -> bool:
+    return option == "params" or "lr" in option
 
 
 def dtypes_of(model: nn.Module) -> tuple[str, ...]:

@@ -55,6 +55,7 @@ def key_of(
         "blocks": subject.blocks,
         "chains": subject.chains,
         "batch": [_shape(leaf) for leaf in tree_leaves(subject.template)],
+        "optimizer": subject.optimizer,
         "clip_norm": subject.clip_norm,
         "held-out samples": subject.num_valid,
         "code": sorted(set(_sources([subject.loss, *subject.users]))),

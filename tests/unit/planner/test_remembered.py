@@ -76,6 +76,18 @@ def stored() -> list[Path]:
     return list((cache_folder() / "plans").glob("*.json"))
 
 
+def test_a_plan_for_another_optimizer_is_not_remembered(searches: list[None]):
+    def by(name: str, **options: float) -> ab.Task:
+        make = getattr(torch.optim, name)
+        return replace(task(), optimizer=lambda params: make(params, **options))
+
+    for one in (by("SGD", lr=0.1), by("SGD", lr=0.1, momentum=0.9), by("AdamW"), by("RMSprop")):
+        ab.plan(one, memory=MEMORY)
+    assert len(searches) == 4
+    ab.plan(by("SGD", lr=0.2), memory=MEMORY)  # the same memory
+    assert len(searches) == 4
+
+
 def test_the_second_plan_is_measured_and_not_searched(searches: list[None]):
     first = ab.plan(task(), memory=MEMORY)
     second = ab.plan(task(), memory=MEMORY)
