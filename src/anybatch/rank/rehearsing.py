@@ -54,6 +54,10 @@ _USED = 0.85
 fraction of the available memory."""
 
 
+_REST = "allocator and libraries"
+"""Kind of the bytes that were measured in addition to those of tensors."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Size:
     """A measured micro-batch: the peak of a run with it, and the seconds per sample of its passes."""
@@ -299,7 +303,7 @@ class Rehearsing:
     def _prediction(self, choice: Choice, best: _Size) -> Prediction:
         """The measurements of the rehearsal, completed with values that only a trace provides."""
         told, seconds = self._plan.prediction, best.seconds * self._whole
-        rest = "device context" if self._kind == "cuda" else "allocator and libraries"
+        rest = "device context" if self._kind == "cuda" else _REST
         known = {
             "parameters and buffers": self._held,
             "gradients": self._gradients,
@@ -317,10 +321,11 @@ class Rehearsing:
                 seconds_method="measured in passes over real samples; without the update",
             )
         else:
-            same = choice == self._plan.choice
-            beyond = best.peak_bytes - sum(told.by_kind.values())
-            if same and told.by_kind and beyond >= 0:
-                by_kind = {**told.by_kind, "allocator and libraries": beyond}
+            # A remembered plan has the rest that was measured before.
+            traced = {kind: size for kind, size in told.by_kind.items() if kind != _REST}
+            beyond = best.peak_bytes - sum(traced.values())
+            if choice == self._plan.choice and traced and beyond >= 0:
+                by_kind = {**traced, _REST: beyond}
             told = _with_passes(told, seconds)
         return told.model_copy(
             update={
@@ -336,7 +341,10 @@ class Rehearsing:
         )
 
     def _refusal(self, last: Choice) -> NoPlanFits:
-        told = f"no plan fits the budget of {format_bytes(self._plan.budget_bytes or 0)}: "
+        told = f"no plan fits the budget of {format_bytes(self._plan.budget_bytes or 0)}"
+        if self._room is not None:
+            told += f", of which {format_bytes(max(0, self._room))} are planned for"
+        told += ": "
         if self._least is None:
             told += (
                 f"memory ran out in passes under the leanest one ({last.describe()}). Give it more."

@@ -420,7 +420,6 @@ class _Job:
         self, plan: Plan, readers: Sequence[Sink], begun: list[RunStarted], folder: Path | None
     ) -> Result:
         """Run the training loop. The first event is appended to `begun`."""
-        clock = time.perf_counter()
         task, out, keeping, noise = self.task, self.out, self.keeping, Series()
         checkpoints = None if out is None else out / CHECKPOINTS
         survival = keeping.keep, keeping.stall_seconds
@@ -431,7 +430,14 @@ class _Job:
             resumes = keeping.resumes and session.keeps
             resumed = session.resumed() if resumes else None
             started = self._told_of(session.started())
+            if resumed is not None and started.total_steps and resumed.step > started.total_steps:
+                late = (
+                    f"the run in {checkpoints} has taken {resumed.step:,} steps, which is past the end"
+                    f" of this training of {started.total_steps:,}: nothing is trained."
+                )
+                started = replace(started, notices=(*started.notices, late))
             begun.append(started)
+            clock = time.perf_counter()
             session.emit(started)
             if resumes:
                 anew = Resumed(time=time.time(), step=0, samples_seen=0, folder=str(checkpoints))

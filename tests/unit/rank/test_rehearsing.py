@@ -20,6 +20,7 @@ from anybatch.planner import kernel_rule
 from anybatch.planner.ranks import reserve_of
 from anybatch.plans import Candidate, KernelChoices, Prediction, Recompute, Rival
 from anybatch.rank.rehearsing import Rehearsing
+from anybatch.units import format_bytes
 
 WIDTH = 64
 PARAMETERS = 4 * WIDTH * WIDTH
@@ -165,6 +166,15 @@ def test_a_prediction_that_holds_costs_one_try():
     assert found.prediction.step_seconds == pytest.approx(0.74)
 
 
+def test_what_is_remembered_is_measured_anew():
+    task, plan = traced()
+    before, _ = rehearsed(plan, lambda choice: 92 << 20, task)
+    found, _ = rehearsed(before, lambda choice: 94 << 20, task)
+    peak = (94 << 20) + 2 * PARAMETERS
+    assert found.prediction.by_kind["allocator and libraries"] == peak - (90 << 20)
+    assert sum(found.prediction.by_kind.values()) == found.prediction.peak_bytes == peak
+
+
 def test_the_reasons_are_those_of_the_choice_that_was_taken():
     task, plan = traced()
     choices = [plan.choice.model_copy(update={"micro_batch": size}) for size in (32, 8, 12, 4)]
@@ -244,6 +254,8 @@ def test_the_least_budget_that_is_named_is_one_under_which_it_fits():
 
     with pytest.raises(NoPlanFits, match=r"micro-batch 1, fp32, recompute none") as refused:
         rehearsed(plan, peak_of, task)
+    said = f"the budget of {format_bytes(BUDGET)}, of which {format_bytes(ROOM)} are planned for:"
+    assert said in str(refused.value)
     named = refused.value.least_bytes
     needs = least + (1 << 20) + 2 * PARAMETERS
     assert needs + 2 * reserve_of(needs, "cpu") <= named < 1.1 * needs
