@@ -77,8 +77,8 @@ def causal_lm_loss(
     Raises:
         DataError: a label, or (checked on the CPU only) a token, is outside of the vocabulary.
         InputError: the batch has no ids, the labels were already shifted by one, the model has no
-            `get_output_embeddings()`, or `label_smoothing` or `z_loss` is set for a model whose own
-            loss has to be used.
+            `get_output_embeddings()` or adds positions of its own to the tokens (prompt tuning), or
+            `label_smoothing` or `z_loss` is set for a model whose own loss has to be used.
     """
     inputs, targets = _read(batch, ignore_index)
     options = {
@@ -139,6 +139,7 @@ def _through_head(
     found: list[Loss] = []
 
     def at_head(hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        _check_positions(model, hidden, inputs["input_ids"])
         weight, bias = _parts(head)
         if finish.scale != 1.0:
             hidden = hidden * finish.scale
@@ -181,7 +182,7 @@ def _through_loss(
         )
     counted = targets != options["ignore_index"]
     labels = F.pad(targets.where(counted, -100)[..., :-1], (1, 0), value=-100)
-    return weighed(model, inputs, labels, counted.sum())
+    return weighed(model, inputs, {"labels": labels}, counted.sum())
 
 
 # ---------------------------------------------------------------------------------- which way
@@ -228,6 +229,7 @@ def _check(model: nn.Module, head: nn.Module, ids: Tensor) -> Way:
         stack.callback(replace_forward(head, lambda _: at_head))
         output = model(input_ids=ids, labels=ids)
     logits = _logits_of(model, output).float()
+    _check_positions(model, logits, ids)
     plain = F.cross_entropy(logits[0, :-1], ids[0, 1:])
     own = getattr(output, "loss", None)
     if own is not None and not torch.isclose(plain, own.float(), rtol=1e-5, atol=1e-6):
@@ -248,6 +250,16 @@ def _check(model: nn.Module, head: nn.Module, ids: Tensor) -> Way:
         " loss is computed from its own logits. It needs memory for all of them."
     )
     return "logits"
+
+
+def _check_positions(model: nn.Module, outputs: Tensor, ids: Tensor) -> None:
+    """Raises `InputError` if `outputs`, logits or hidden states, are not one for each of `ids`."""
+    if outputs.shape[:-1] != ids.shape:
+        raise InputError(
+            f"{_name(model)} computes logits at {list(outputs.shape[:-1])} positions for input_ids of"
+            f" {list(ids.shape)} (prompt tuning adds virtual tokens, for example), so it is not known"
+            " which position predicts which label: give anybatch.model_loss as the loss."
+        )
 
 
 def _tell(sentence: str) -> None:

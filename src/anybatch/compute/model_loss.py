@@ -34,6 +34,7 @@ from anybatch.errors import DataError, InputError, listed
 from anybatch.task import Loss
 
 _IGNORED = -100
+_POSITIONS = ("start_positions", "end_positions")
 _NAMES = ("labels", "start_positions")
 _ALIKE, _ALIKE_IN_HALF = 1e-4, 1e-2  # relative tolerances for rounding errors
 
@@ -60,13 +61,16 @@ def model_loss(model: nn.Module, batch: Any) -> Loss:
         model: called with the whole batch as keyword arguments; returns an output with `.loss`.
         batch: a mapping with `labels`: either integers of shape `[batch]` or `[batch, ...]`, where -100
             (for segmentation, `semantic_loss_ignore_index` of the configuration) is ignored, or
-            regression targets, the same number for each sample.
+            regression targets, the same number for each sample. For question answering, instead:
+            `start_positions` and `end_positions`, of shape `[batch]`; those beyond the tokens are
+            ignored.
 
     Raises:
         DataError: `input_ids` contains a token, or `labels` a class, that the model does not have. This
             is not checked on an accelerator, since the check would block the step.
-        InputError: the batch has no labels, the model returns no loss, or the labels of a causal
-            language model are already shifted by one.
+        InputError: the batch has no labels, the model returns no loss, the labels of a causal language
+            model are already shifted by one, the loss is a sum over the samples (of CTC models with
+            `ctc_loss_reduction="sum"`), or of an answer only the start or only the end is ignored.
     """
     inputs = _mapping(batch, "model_loss")
     labels = next((inputs[name] for name in _NAMES if name in inputs), None)
@@ -75,22 +79,76 @@ def model_loss(model: nn.Module, batch: Any) -> Loss:
             "model_loss needs a batch with 'labels', a tensor with the samples on dim 0, and was given"
             f" {listed(inputs) if inputs else 'nothing'}: add labels, or write the loss."
         )
-    if labels.is_floating_point() or "labels" not in inputs:
-        return Loss(widened(_mean(model, inputs)) * len(labels), len(labels))
-    ignored = _ignored(model)
-    counting: Counting = "all" if labels.dim() == 1 else _counting(model, inputs, labels, ignored)
+    if "labels" not in inputs:
+        positions = {name: inputs[name] for name in _POSITIONS if name in inputs}
+        return weighed(model, inputs, positions, count_answers(inputs))
+    ignored = ignored_label(model)
+    counting: Counting = "all"
+    if labels.is_floating_point() or is_mean_over_samples(model):
+        counting = "samples"
+    elif labels.dim() > 1:
+        counting = _counting(model, inputs, labels, ignored)
     if counting == "samples":
         return Loss(widened(_mean(model, inputs)) * len(labels), len(labels))
     counted = labels[..., 1:] if counting == "next" else labels
-    return weighed(model, inputs, labels, (counted != ignored).sum())
+    return weighed(model, inputs, {"labels": labels}, (counted != ignored).sum())
 
 
-def weighed(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, weight: Tensor) -> Loss:
-    """Return the mean that `model` computes with `labels`, multiplied by `weight`. If `weight` is zero,
-    the sum and its gradient are zero: all labels are then replaced by 0, since the mean over no
-    elements is NaN."""
-    labels = labels.where(weight > 0, 0)
-    return Loss(widened(_mean(model, {**inputs, "labels": labels})) * weight, weight)
+def weighed(
+    model: nn.Module, inputs: Mapping[str, Any], labels: Mapping[str, Tensor], weight: Tensor
+) -> Loss:
+    """Return the mean that `model` computes with `labels`, by their names in `inputs`, multiplied by
+    `weight`. If `weight` is zero, the sum and its gradient are zero: all labels are then replaced by 0,
+    since the mean over no elements is NaN."""
+    labels = {name: values.where(weight > 0, 0) for name, values in labels.items()}
+    return Loss(widened(_mean(model, {**inputs, **labels})) * weight, weight)
+
+
+def count_answers(inputs: Mapping[str, Any]) -> Tensor:
+    """Return the number of samples with an answer for question answering, as a scalar tensor:
+    transformers ignores positions beyond the tokens, of which texts that were truncated have some, and
+    takes negative ones for 0.
+
+    Raises `InputError` if only the start or only the end of an answer is ignored: the loss then
+    consists of two means, over different numbers of samples. This reads values, so it synchronizes with
+    the device.
+    """
+    start = inputs["start_positions"]
+    end = inputs.get("end_positions", start)
+    tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    if not isinstance(tokens, Tensor) or tokens.dim() < 2:
+        return torch.tensor(len(start), device=start.device)
+    length = tokens.size(1)
+    there = start < length
+    differ = there != (end < length)
+    if not isinstance(differ, FakeTensor) and bool(differ.any()):
+        row = int(differ.nonzero()[0][0])
+        raise InputError(
+            f"start_positions has {start[row].item()} and end_positions {end[row].item()} at [{row}] of"
+            f" a micro-batch of {length} tokens: only one of them is beyond the text and ignored, so"
+            f" start and end are means over different samples. Set both to {length} or more where an"
+            " answer is cut off, or both to 0."
+        )
+    return there.sum()
+
+
+def is_mean_over_samples(model: nn.Module) -> bool:
+    """Return whether the loss of `model` is known to be a mean over samples, whatever their labels, as
+    that of CTC is. Raises `InputError` if it is configured as a sum."""
+    if "CTC" not in type(_without_adapters(model)).__name__:
+        return False
+    reduction = getattr(getattr(model, "config", None), "ctc_loss_reduction", None)
+    if reduction == "sum":
+        raise InputError(_sum_over_samples(model))
+    return reduction == "mean"
+
+
+def ignored_label(model: nn.Module) -> int:
+    """Return the label that is ignored: -100, except for segmentation models."""
+    if "Segmentation" not in type(_without_adapters(model)).__name__:
+        return _IGNORED
+    config = getattr(model, "config", None)
+    return int(getattr(config, "semantic_loss_ignore_index", _IGNORED))
 
 
 @contextmanager
@@ -189,15 +247,7 @@ def _asked(model: nn.Module, inputs: dict[str, Any], labels: Tensor, ignored: in
     if model in _TOLD:
         return counting
     if math.isclose(together, several + single, rel_tol=close):
-        warnings.warn(
-            f"model_loss: the loss of {type(model).__name__} is a sum over the samples, where a mean"
-            " over labels is expected (ctc_loss_reduction='sum' in its configuration, say), so it"
-            " depends on how the global batch is cut into micro-batches. Configure the mean, or give as"
-            " loss: lambda model, batch: anybatch.Loss(model(**batch).loss, len(batch['labels'])).",
-            UserWarning,
-            stacklevel=5,
-        )
-        return counting
+        raise InputError(_sum_over_samples(model))
     warnings.warn(
         f"model_loss: the loss of {type(model).__name__} on two samples together is {together:.6g}, and"
         f" {wanted:.6g} by the labels of each: it is no mean over labels (a loss that balances experts,"
@@ -235,13 +285,18 @@ def _with_another(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: doubled(name, value) for name, value in inputs.items()}
 
 
-def _ignored(model: nn.Module) -> int:
-    """The label that is ignored: -100, except for segmentation models."""
-    plain = getattr(model, "get_base_model", lambda: model)()  # unwraps the adapters of peft
-    if "Segmentation" not in type(plain).__name__:
-        return _IGNORED
-    config = getattr(model, "config", None)
-    return int(getattr(config, "semantic_loss_ignore_index", _IGNORED))
+def _without_adapters(model: nn.Module) -> nn.Module:
+    """Return the model of transformers within one of peft."""
+    return getattr(model, "get_base_model", lambda: model)()
+
+
+def _sum_over_samples(model: nn.Module) -> str:
+    return (
+        f"the loss of {type(model).__name__} is a sum over the samples (of CTC models,"
+        " ctc_loss_reduction='sum' in the configuration), and a step is made by the mean of its global"
+        " batch: set ctc_loss_reduction='mean', or give a task or Step as loss: lambda model, batch:"
+        " anybatch.Loss(model(**batch).loss, len(batch['labels']))."
+    )
 
 
 # ------------------------------------------------------------------------------------- the model

@@ -237,6 +237,46 @@ def test_a_label_that_is_no_word():
         ab.causal_lm_loss(built("gpt2"), given)
 
 
+class Prompted(nn.Module):
+    """With virtual tokens before those of the batch, as prompt tuning of peft adds them."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = built("gpt2")
+        self.prompt = nn.Parameter(torch.randn(4, 32))
+
+    def get_output_embeddings(self):
+        return self.inner.get_output_embeddings()
+
+    def forward(self, input_ids, labels=None):
+        words = self.inner.get_input_embeddings()(input_ids)
+        prompt = self.prompt.expand(len(words), -1, -1)
+        if labels is not None:
+            labels = F.pad(labels, (4, 0), value=-100)
+        return self.inner(inputs_embeds=torch.cat([prompt, words], 1), labels=labels)
+
+
+def test_a_model_with_virtual_tokens_is_refused_and_has_a_loss_of_its_own():
+    model, given = Prompted(), batch()
+    said = (
+        r"Prompted computes logits at \[1, 12\] positions for input_ids of \[1, 8\]"
+        r".* give anybatch\.model_loss"
+    )
+    with pytest.raises(ab.InputError, match=said):
+        ab.causal_lm_loss(model, given)
+    with pytest.raises(ab.InputError, match=r"at \[4, 21\] positions .* give anybatch\.model_loss"):
+        causal_lm._through_head(
+            model,
+            model.get_output_embeddings(),
+            {"input_ids": given["input_ids"]},
+            given["labels"],
+            {},
+        )
+    found = ab.model_loss(model, given)  # the first token is predicted from the last virtual one
+    assert int(found.weight) == int((given["labels"] != -100).sum())
+    torch.testing.assert_close(found.sum, model(**given).loss * found.weight)
+
+
 def test_a_model_without_a_head():
     with pytest.raises(ab.InputError, match=r"Linear has no get_output_embeddings\(\)"):
         ab.causal_lm_loss(nn.Linear(2, 2), batch())

@@ -137,11 +137,11 @@ def test_a_loss_that_is_no_mean_over_labels_is_told(rows):
         ab.model_loss(Own(balanced), batch(rows))
 
 
-def test_a_loss_that_is_a_sum_is_told_with_a_remedy():
+def test_a_loss_that_is_a_sum_is_refused_with_a_remedy():
     def summed(logits, labels):
         return over_all(logits, labels) * (labels != -100).sum()
 
-    with pytest.warns(UserWarning, match=r"loss of Own is a sum .* anybatch\.Loss\(model"):
+    with pytest.raises(ab.InputError, match=r"loss of Own is a sum .* anybatch\.Loss\(model"):
         ab.model_loss(Own(summed), batch())
 
 
@@ -170,6 +170,55 @@ def test_without_warnings_in_an_ordinary_case():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ab.model_loss(Own(over_next), batch())
+
+
+class Answers(nn.Module):
+    """A model for question answering with the loss of transformers' own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(WORDS, 2, dtype=torch.float64)
+
+    def forward(self, input_ids, start_positions, end_positions):
+        length = input_ids.size(1)
+        losses = [
+            F.cross_entropy(logits, positions.clamp(0, length), ignore_index=length)
+            for logits, positions in zip(
+                self.embed(input_ids).unbind(2), (start_positions, end_positions), strict=True
+            )
+        ]
+        return SimpleNamespace(loss=sum(losses) / 2)
+
+
+def questions(start, end):
+    ids = batch()["input_ids"]
+    return {
+        "input_ids": ids,
+        "start_positions": torch.tensor(start),
+        "end_positions": torch.tensor(end),
+    }
+
+
+def test_answers_beyond_the_text_count_nothing():
+    """Negative positions are the first token for transformers."""
+    model, whole = Answers(), questions([1, 6, -1, 400], [2, 9, 5, 512])
+    found = ab.model_loss(model, whole)
+    parts = [ab.model_loss(model, {k: v[i : i + 1] for k, v in whole.items()}) for i in range(4)]
+    assert int(found.weight) == 2
+    assert [int(part.weight) for part in parts] == [1, 0, 1, 0]
+    torch.testing.assert_close(found.sum, model(**whole).loss * 2)
+    torch.testing.assert_close(found.sum, sum(part.sum for part in parts))
+    parts[1].sum.backward()
+    assert model.embed.weight.grad.abs().sum() == 0
+
+
+def test_an_answer_of_which_only_the_end_is_beyond_the_text_is_refused():
+    said = (
+        r"start_positions has 3 and end_positions 8 at \[2\] of a micro-batch of 6 tokens: only one"
+    )
+    with pytest.raises(ab.InputError, match=said):
+        ab.model_loss(Answers(), questions([1, 6, 3, 0], [2, 9, 8, 0]))
 
 
 @pytest.mark.parametrize("wrong", [WORDS, -1])
@@ -240,6 +289,44 @@ def test_moved_labels_are_refused_without_logits_too():
     assert float(ab.causal_lm_loss(make(), right).weight) == 21
     with pytest.raises(ab.InputError, match="shift_labels are the tokens themselves"):
         ab.causal_lm_loss(make(), {**right, "shift_labels": right["input_ids"]})
+
+
+def speech(reduction):
+    """A small model for CTC, and a batch with one label or two per sample."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Wav2Vec2Config(
+        vocab_size=WORDS,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        conv_dim=(8,),
+        conv_kernel=(4,),
+        conv_stride=(4,),
+        num_conv_pos_embeddings=2,
+        num_conv_pos_embedding_groups=2,
+        ctc_loss_reduction=reduction,
+    )
+    torch.manual_seed(0)
+    labels = torch.tensor([[1, 2], [3, -100], [4, -100], [5, 6]])
+    model = transformers.Wav2Vec2ForCTC(config).double().eval()
+    return model, {"input_values": torch.randn(4, 64, dtype=torch.float64), "labels": labels}
+
+
+def test_ctc_is_weighed_by_samples():
+    model, whole = speech("mean")
+    found = ab.model_loss(model, whole)
+    parts = [ab.model_loss(model, part) for part in pieces(whole)]
+    assert (found.weight, [part.weight for part in parts]) == (4, [1, 3])
+    torch.testing.assert_close(found.sum, model(**whole).loss * 4)
+    torch.testing.assert_close(found.sum, sum(part.sum for part in parts), rtol=1e-5, atol=0)
+
+
+def test_ctc_as_a_sum_is_refused():
+    with pytest.raises(
+        ab.InputError, match=r"Wav2Vec2ForCTC is a sum .* set ctc_loss_reduction='mean'"
+    ):
+        ab.model_loss(*speech("sum"))
 
 
 @pytest.mark.parametrize("loss", [ab.causal_lm_loss, ab.model_loss])
