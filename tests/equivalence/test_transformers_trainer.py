@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.equivalence.test_transformers import WORDS, llama
+from tests.equivalence.test_transformers import WORDS, bert, llama
 from torch.nn import functional as F
 
 from anybatch.errors import InputError
@@ -76,19 +76,17 @@ def trainer(folder: Any, model: Any = None, **options: Any) -> Any:
         name: options.pop(name)
         for name in (
             *("micro_batch", "memory", "callbacks", "eval_dataset"),
-            *("compute_loss_func", "optimizers", "global_batch"),
+            *("compute_loss_func", "optimizers", "global_batch", "data_collator"),
+            *("train_dataset", "count_samples", "slice_batch"),
         )
         if name in options
     }
     kind = options.pop("kind", Trainer)
     if kind is not transformers.Trainer:
         mine = {"global_batch": BATCH, **mine}
+    mine = {"train_dataset": sequences(), "data_collator": collate, **mine}
     return kind(
-        model if model is not None else seeded_llama(),
-        arguments(folder, **options),
-        train_dataset=sequences(),
-        data_collator=collate,
-        **mine,
+        model if model is not None else seeded_llama(), arguments(folder, **options), **mine
     )
 
 
@@ -152,7 +150,9 @@ def test_every_update_is_that_of_the_whole_batch(micro_batch: int, tmp_path: Any
     assert "anybatch.Step: 16 samples per step" in capfd.readouterr().err
 
 
-def work(rank: int, size: int, folder: str) -> tuple[dict[str, Any], list[Any], list[int]]:
+def work(
+    rank: int, size: int, folder: str, num: int = 52
+) -> tuple[dict[str, Any], list[Any], list[int]]:
     from accelerate.state import AcceleratorState, PartialState
 
     there = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -161,7 +161,7 @@ def work(rank: int, size: int, folder: str) -> tuple[dict[str, Any], list[Any], 
             patch.setenv(name, str(value))
         try:
             model = seeded_llama()
-            made = trainer(folder, model, micro_batch=4)
+            made = trainer(folder, model, micro_batch=4, train_dataset=sequences()[:num])
             assert made.args.world_size == size
             made.train()
             return model.state_dict(), made.state.log_history, order_of(made)
@@ -170,8 +170,9 @@ def work(rank: int, size: int, folder: str) -> tuple[dict[str, Any], list[Any], 
             PartialState._reset_state()
 
 
-def test_two_ranks_train_as_one(crew: Any, tmp_path: Any):
-    (found, logs, order), (other, _, _) = crew(2, work, str(tmp_path))
+@pytest.mark.parametrize("num", [52, 49], ids=["", "the second has none of the last batch"])
+def test_two_ranks_train_as_one(num: int, crew: Any, tmp_path: Any):
+    (found, logs, order), (other, _, _) = crew(2, work, str(tmp_path), num)
     first = seeded_llama()
     told = plainly(wanted := copy.deepcopy(first), order)
     assert distance(found, wanted.state_dict(), first.state_dict()) < 1e-6
@@ -272,6 +273,21 @@ def test_losses_of_the_users_own_are_weighed_by_tokens(tmp_path: Any):
     assert distance(model.state_dict(), wanted.state_dict(), first.state_dict()) < 1e-6
 
 
+class RootOfTheMean(Trainer):
+    """Its loss is no mean over anything."""
+
+    def compute_loss(self, model: Any, inputs: Any, **options: Any) -> Any:
+        return super().compute_loss(model, inputs, **options).sqrt()
+
+
+def test_a_loss_that_is_no_mean_is_told_by_its_name(tmp_path: Any):
+    with pytest.warns(
+        UserWarning, match=r"RootOfTheMean.compute_loss' does not.*count_items"
+    ) as told:
+        trainer(tmp_path, kind=RootOfTheMean, micro_batch=4, max_steps=1).train()
+    assert any(one.filename == __file__ for one in told)
+
+
 def test_a_scheduler_of_the_users_own_is_stepped(tmp_path: Any, caplog: Any):
     model = seeded_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -282,6 +298,110 @@ def test_a_scheduler_of_the_users_own_is_stepped(tmp_path: Any, caplog: Any):
         made.train()
     rates = [log["learning_rate"] for log in made.state.log_history if "loss" in log]
     assert rates == pytest.approx([RATE * 0.5**step for step in range(STEPS)])
+
+
+# ----------------------------------------------------------------- several rows, and other items
+
+
+class OfPairs(Trainer):
+    """Of preferences, as TRL trains them: the first rows are to have less loss than the others."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> torch.Tensor:
+        logits = model(input_ids=inputs["input_ids"]).logits[:, :-1].double()
+        wanted = inputs["input_ids"][:, 1:]
+        losses = F.cross_entropy(logits.transpose(1, 2), wanted, reduction="none").sum(1)
+        first, other = losses.chunk(2)
+        return -F.logsigmoid(other - first).mean()
+
+
+def collate_pairs(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """All samples, then all of them backwards."""
+    backwards = [{"input_ids": one["input_ids"][::-1]} for one in samples]
+    both = collate([*samples, *backwards])
+    return {"input_ids": both["input_ids"], "attention_mask": both["attention_mask"]}
+
+
+def count_pairs(batch: Any) -> int:
+    return len(batch["input_ids"]) // 2
+
+
+def slice_pairs(batch: Any, start: int, stop: int) -> Any:
+    n = count_pairs(batch)
+    return {k: torch.cat([v[start:stop], v[n + start : n + stop]]) for k, v in batch.items()}
+
+
+def test_a_collator_that_makes_several_rows_of_a_sample_is_refused(tmp_path: Any):
+    made = trainer(tmp_path, kind=OfPairs, data_collator=collate_pairs, micro_batch=4)
+    said = r"\(collate_pairs\) made 32 rows of 16 samples, .* give count_samples= and slice_batch="
+    with pytest.raises(InputError, match=said):
+        made.train()
+    with pytest.raises(InputError, match="count_samples and slice_batch go together"):
+        trainer(tmp_path, count_samples=count_pairs)
+
+
+def test_pairs_are_kept_together_by_slices_of_the_users_own(tmp_path: Any):
+    first, trained = seeded_llama(), []
+    for micro_batch in (BATCH, 3):
+        made = trainer(
+            tmp_path,
+            copy.deepcopy(first),
+            kind=OfPairs,
+            data_collator=collate_pairs,
+            micro_batch=micro_batch,
+            count_samples=count_pairs,
+            slice_batch=slice_pairs,
+        )
+        made.train()
+        assert made._outcome.weight == len(sequences()) % BATCH  # pairs of the last step
+        trained.append(made.model.state_dict())
+    whole, cut = trained
+    assert distance(cut, whole, first.state_dict()) < 1e-6
+
+
+def test_answers_that_were_cut_off_count_nothing(tmp_path: Any):
+    """Of one micro-batch, all were: the model's mean over nothing is NaN."""
+    first, trained = bert("QuestionAnswering", 2).double(), []
+    ids = torch.randint(3, WORDS, (BATCH, 12), generator=torch.Generator().manual_seed(0))
+    places = [99 if i % 3 else 2 for i in range(BATCH)]
+    rows = [
+        {"input_ids": one, "start_positions": place, "end_positions": place + 2}
+        for one, place in zip(ids, places, strict=True)
+    ]
+    for micro_batch in (BATCH, 1):
+        made = trainer(
+            tmp_path,
+            copy.deepcopy(first),
+            train_dataset=rows,
+            data_collator=transformers.default_data_collator,
+            micro_batch=micro_batch,
+            max_steps=1,
+        )
+        made.train()
+        assert made._outcome.weight == 6
+        trained.append(made.model.state_dict())
+    assert distance(trained[1], trained[0], first.state_dict()) < 1e-6
+
+
+def test_items_are_counted_as_the_model_s_own_loss_does(tmp_path: Any):
+    config = transformers.SegformerConfig(
+        num_labels=3, depths=[1] * 4, hidden_sizes=[8] * 4, num_attention_heads=[1] * 4
+    )
+    labels = torch.tensor([[[0, 255], [1, 2]]])
+    segmented = trainer(tmp_path, transformers.SegformerForSemanticSegmentation(config))
+    assert segmented.count_items({"labels": labels}) == 3
+    config = transformers.Wav2Vec2Config(
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_conv_pos_embeddings=2,
+        num_conv_pos_embedding_groups=2,
+    )
+    heard = trainer(tmp_path, transformers.Wav2Vec2ForCTC(config))
+    with pytest.raises(InputError, match="set ctc_loss_reduction='mean'"):
+        heard.count_items({"labels": labels[0]})
+    config.ctc_loss_reduction = "mean"
+    assert heard.count_items({"labels": labels[0]}) == 2
 
 
 @pytest.mark.parametrize(
@@ -364,13 +484,15 @@ def test_pieces_have_the_longest_samples_first_and_no_needless_padding():
     assert sum(int(piece["labels"].ne(-100).sum()) for piece in pieces) == sum(lengths)
 
 
-@pytest.mark.parametrize("change", ["left", "other columns", "no mask"])
+@pytest.mark.parametrize("change", ["left", "other columns", "no mask", "answers"])
 def test_other_batches_are_cut_in_order(change: str):
     batch = collate(sequences(6))
     if change == "left":
         batch = {name: value.flip(1) for name, value in batch.items()}
     elif change == "other columns":
         batch["table"] = torch.zeros(6, 3)
+    elif change == "answers":  # whose loss is over the columns
+        batch["start_positions"] = torch.zeros(6, dtype=torch.int64)
     else:
         del batch["attention_mask"]
     cut = PaddingCut()

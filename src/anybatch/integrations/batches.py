@@ -4,12 +4,14 @@ micro-batches."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 from torch import Tensor, arange
 from torch.utils.data import BatchSampler
 
-from anybatch.data import share, slice_batch
+from anybatch.data import batch_size, share, slice_batch
+from anybatch.errors import DataError, InputError
 
 _TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"})
 """Entries of a batch that have one column per token."""
@@ -41,6 +43,45 @@ class CollateOrNone:
         return self._collate(samples) if samples else self._nothing
 
 
+class CollateRows:
+    """Calls `collate`, and raises `InputError` if the batch has more rows than there are samples."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        batch, num_samples = self._collate(samples), len(samples)
+        try:
+            num_rows = batch_size(batch)
+        except DataError:  # a step tells it
+            return batch
+        if num_rows > num_samples:
+            collator = getattr(self._collate, "data_collator", self._collate)  # removes columns
+            name = getattr(collator, "__name__", type(collator).__name__)
+            raise InputError(
+                f"the data collator ({name}) made {num_rows} rows of {num_samples}"
+                " samples, and which of them belong together is not known, so the batch cannot be cut:"
+                " give count_samples= and slice_batch=, as for anybatch.Step, which keep the rows of a"
+                " sample together."
+            )
+        return batch
+
+
+def presented_as(
+    own: Callable[..., Any], loss: Callable[[Any, Any], Any], remedy: str
+) -> Callable[[Any, Any], Any]:
+    """Returns `loss` with the name and the place of `own`, the user's function, in warnings, which end
+    with `remedy`."""
+
+    @wraps(own)
+    def presented(model: Any, batch: Any) -> Any:
+        return loss(model, batch)
+
+    del vars(presented)["__wrapped__"]  # it is called with other arguments
+    vars(presented).update(presents=own, remedy=remedy)
+    return presented
+
+
 class PaddingCut:
     """Cuts batches into micro-batches, longest samples first, and removes padding that a micro-batch
     does not need.
@@ -50,7 +91,8 @@ class PaddingCut:
     separately.
 
     Applies to batches that are padded on the right and consist only of tensors with the samples in
-    dim 0 and one column per token. Other batches are cut in order, without changes.
+    dim 0 and one column per token, unless an answer is one of the columns. Other batches are cut in
+    order, without changes.
     """
 
     def __init__(self) -> None:
@@ -81,6 +123,8 @@ def _lengths(batch: dict[str, Any]) -> Tensor | None:
     used = mask.ne(0)
     for name, value in batch.items():
         if not isinstance(value, Tensor) or value.shape[:1] != mask.shape[:1]:
+            return None
+        if name == "start_positions":  # the loss of a sample depends on the padding
             return None
         if value.dim() > 1 and (name not in _TOKENS or value.shape != mask.shape):
             return None

@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from anybatch.data import batch_size
 from anybatch.errors import InputError
 from anybatch.events import Sink
-from anybatch.integrations.batches import CollateOrNone, PaddingCut, Shares
+from anybatch.integrations.batches import CollateOrNone, PaddingCut, Shares, presented_as
 from anybatch.step import Step
 from anybatch.task import Loss
 from anybatch.units import check_count
@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # checks run without Lightning
 else:
     from lightning.pytorch.strategies import DDPStrategy
 
+_REMEDY = " In Lightning, count_items says what the loss is a mean over."
 _PRECISIONS = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
 
 
@@ -183,7 +184,7 @@ class AnyBatch(DDPStrategy):
         return Step(
             self.lightning_module,
             self.optimizers[0],
-            self._loss,
+            presented_as(type(self.lightning_module).training_step, self._loss, _REMEDY),
             precision=_PRECISIONS.get(self.precision_plugin.precision, "fp32"),
             clip_norm=self.lightning_module.trainer.gradient_clip_val or None,
             keep_grad=True,  # hooks may read it

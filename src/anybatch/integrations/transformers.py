@@ -25,10 +25,17 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 
+from anybatch.compute.model_loss import count_answers, ignored_label, is_mean_over_samples
 from anybatch.data import batch_size
 from anybatch.errors import InputError
 from anybatch.events import Sink
-from anybatch.integrations.batches import CollateOrNone, PaddingCut, Shares
+from anybatch.integrations.batches import (
+    CollateOrNone,
+    CollateRows,
+    PaddingCut,
+    Shares,
+    presented_as,
+)
 from anybatch.step import Outcome, Step
 from anybatch.task import Loss
 from anybatch.units import check_count
@@ -39,13 +46,17 @@ else:
     _Host = object
 
 
+_REMEDY = " In a Trainer, override count_items to say what the loss is a mean over."
+
+
 class AnyBatch(_Host):
     """Mixin for `transformers.Trainer` or a subclass, to be listed before it in the bases.
 
     `per_device_train_batch_size` is set to the share of a rank. The gradient is that of the mean over
-    all items of the global batch, on all ranks. Items are labels that are not -100, or samples if there
-    are no labels. A custom `compute_loss` or `compute_loss_func` has to return a sum divided by
-    `num_items_in_batch`, or a plain mean over these items; for another mean, override `count_items`.
+    all items of the global batch, on all ranks. Items are labels that are not ignored, or samples if
+    there are no labels (for question answering, samples with an answer in their text). A custom
+    `compute_loss` or `compute_loss_func` has to return a sum divided by `num_items_in_batch`, or a
+    plain mean over these items; for another mean, override `count_items`.
 
     On several ranks, the last batch of an epoch contains the remaining samples and is not filled up
     with samples that were seen already (except from an `IterableDataset`, as in the `Trainer`). Values
@@ -56,9 +67,22 @@ class AnyBatch(_Host):
         global_batch: samples per optimizer step, over all ranks.
         memory: budget per rank, see `Step`; None: plan for the free memory.
         micro_batch, sinks: see `Step`.
+        count_samples, slice_batch: for collators that make several rows of each sample, as those of
+            TRL's trainers of preferences and rewards do (below): see `Step`. Batches are then cut with
+            the padding that they have.
         args, kwargs: arguments of the `Trainer`.
 
-    Raises `InputError` if arguments of the `Trainer` also set the batch, or divide the model.
+    Raises `InputError` if arguments of the `Trainer` also set the batch, or divide the model; and while
+    training, if the collator makes several rows of a sample and `slice_batch` is not given: which rows
+    belong together is not known. In `trl.DPOTrainer` and `trl.RewardTrainer`, a batch consists of all
+    chosen rows, then of all rejected rows:
+
+        def count_pairs(batch):
+            return len(batch["input_ids"]) // 2
+
+        def slice_pairs(batch, start, stop):
+            n = count_pairs(batch)
+            return {k: torch.cat([v[start:stop], v[n + start : n + stop]]) for k, v in batch.items()}
     """
 
     def __init__(
@@ -68,25 +92,41 @@ class AnyBatch(_Host):
         memory: str | int | None = None,
         micro_batch: int | None = None,
         sinks: Sequence[Sink] = (),
+        count_samples: Callable[[Any], int] | None = None,
+        slice_batch: Callable[[Any, int, int], Any] | None = None,
         **kwargs: Any,
     ) -> None:
         check_count(global_batch, "global_batch")
+        if (count_samples is None) != (slice_batch is None):
+            raise InputError(
+                "count_samples and slice_batch go together: give both, or neither for batches with one"
+                " row for each sample."
+            )
         self.global_batch = global_batch
         self._options: Any = {"memory": memory, "micro_batch": micro_batch, "sinks": sinks}
         self._step: Step | None = None
         self._outcome: Outcome | None = None
         self._cut = PaddingCut()
+        self._is_cut_by_user = slice_batch is not None
+        self._count = count_samples or batch_size
+        self._slice = slice_batch or self._cut
         super().__init__(*args, **kwargs)
 
     def count_items(self, inputs: dict[str, Any]) -> Tensor | float:
         """Returns the number of items that the loss of `inputs` is a mean over, as a scalar tensor or a
-        number: labels that are not -100, or samples if there are no labels."""
+        number: labels that are not ignored, or samples if there are no labels."""
         labels = inputs.get("shift_labels", inputs.get("labels"))
+        is_own = self.compute_loss_func is None and self.label_smoother is None
+        model: Any = self.model
         if not isinstance(labels, Tensor):
-            return float(batch_size(inputs))
+            if is_own and isinstance(inputs.get("start_positions"), Tensor):
+                return count_answers(inputs)
+            return float(self._count(inputs))
+        if is_own and is_mean_over_samples(model):
+            return float(len(labels))
         if self._loss_shifts_labels and "shift_labels" not in inputs:
             labels = labels[..., 1:]
-        return labels.ne(-100).sum()
+        return labels.ne(ignored_label(model) if is_own else -100).sum()
 
     # ----------------------------------------------------------------- called by the `Trainer`
 
@@ -135,6 +175,9 @@ class AnyBatch(_Host):
         if not is_training:
             return loader
         loader.device = None  # Step moves one micro-batch at a time
+        inner = loader.base_dataloader  # which calls the collator
+        if not self._is_cut_by_user:
+            inner.collate_fn = CollateRows(inner.collate_fn)
         shard = loader.batch_sampler
         if isinstance(shard, BatchSamplerShard) and type(shard.batch_sampler) is BatchSampler:
             rank, size = shard.process_index, shard.num_processes
@@ -142,7 +185,7 @@ class AnyBatch(_Host):
             shard.num_processes, shard.process_index, shard.batch_size = 1, 0, None
             name = getattr(self.model, "main_input_name", "input_ids")
             nothing = {name: torch.empty(0, 0, dtype=torch.long)}
-            loader.collate_fn = CollateOrNone(loader.collate_fn, nothing)
+            inner.collate_fn = CollateOrNone(inner.collate_fn, nothing)
         return loader
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +213,7 @@ class AnyBatch(_Host):
             False,
         )
         try:
-            self._outcome = step(batch if batch_size(batch) else None)
+            self._outcome = step(batch if self._count(batch) else None)
         finally:
             del accelerator.gather_for_metrics
             self.args.average_tokens_across_devices = scales
@@ -194,13 +237,13 @@ class AnyBatch(_Host):
         return Step(
             model,
             optimizer,
-            self._loss,
+            presented_as(self.compute_loss_func or type(self).compute_loss, self._loss, _REMEDY),
             precision=("tf32" if args.tf32 else "fp32") if precision == "no" else precision,
             clip_norm=args.max_grad_norm or None,
             compile=bool(args.torch_compile),
             keep_grad=True,  # callbacks may read it
-            count_samples=batch_size,
-            slice_batch=self._cut,
+            count_samples=self._count,
+            slice_batch=self._slice,
             **self._options,
         )
 
@@ -208,6 +251,7 @@ class AnyBatch(_Host):
         """Returns the `Trainer`'s loss of one micro-batch, as a sum over its items."""
         items = torch.as_tensor(self.count_items(inputs))
         mean: Any = self.compute_loss(model, dict(inputs), num_items_in_batch=items.clamp(min=1))
+        mean = mean.where(items.to(mean.device) > 0, 0.0)  # a mean over no items may be NaN
         return Loss(mean * items, items)
 
 
