@@ -72,6 +72,7 @@ from anybatch.data import (
     to_device,
 )
 from anybatch.data import slice_batch as slice_samples
+from anybatch.data.batch_slices import may_be_parts
 from anybatch.data.evaluation import MOST_WITHOUT_LENGTH, check_ends
 from anybatch.data.generators import Borrowed
 from anybatch.engine import (
@@ -517,6 +518,13 @@ class Step:
     def _begin(self, batch: Any) -> None:
         """Plan for the first batch, and set up."""
         self._norms = tuple(batch_norms(self._model).values())
+        if self._cutting.count is batch_size and may_be_parts(batch):
+            rows = " and ".join(str(len(part)) for part in batch)
+            _warn(
+                f"the batch is a {type(batch).__name__} of {len(batch)} tensors of {rows} rows, which"
+                f" are taken as {len(batch)} samples of unequal length. If they are parts of a batch,"
+                " give count_samples and slice_batch, which tell how it is cut."
+            )
         self._cut = self._normalising()
         self._is_synchronised = self._synchronises()
         group = self._group = self._joined()

@@ -781,3 +781,29 @@ def test_a_model_that_no_trace_can_follow_is_planned_by_passes_that_leave_no_tra
         assert (step.plan.prediction is None) == (micro_batch is not None)
     torch.testing.assert_close(losses, plainly(other, sgd(other), batches, own), rtol=1e-12, atol=0)
     assert deviation(model, other) < 1e-12
+
+
+def test_a_model_that_got_other_parameters_is_refused():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ab.Step(model, optimizer, loss, verbose=False) as step:
+        step(batch_of(6))
+        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+        with pytest.raises(InputError, match="no step would change the model"):
+            step(batch_of(6))
+
+
+def test_parts_of_unequal_size_that_are_taken_as_samples_are_told():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def residuals(model, batch):
+        return sum(model(part).square().mean() for part in batch)
+
+    parts = torch.rand(32, 2), torch.rand(8, 2)
+    told = "a tuple of 2 tensors of 32 and 8 rows, which are taken as 2 samples"
+    with (
+        ab.Step(model, optimizer, residuals, verbose=False) as step,
+        pytest.warns(UserWarning, match=told),
+    ):
+        step(parts)

@@ -273,18 +273,18 @@ def test_losses_of_the_users_own_are_weighed_by_tokens(tmp_path: Any):
     assert distance(model.state_dict(), wanted.state_dict(), first.state_dict()) < 1e-6
 
 
-class RootOfTheMean(Trainer):
+class TimesTokens(Trainer):
     """Its loss is no mean over anything."""
 
     def compute_loss(self, model: Any, inputs: Any, **options: Any) -> Any:
-        return super().compute_loss(model, inputs, **options).sqrt()
+        return super().compute_loss(model, inputs, **options) * inputs["attention_mask"].sum()
 
 
 def test_a_loss_that_is_no_mean_is_told_by_its_name(tmp_path: Any):
     with pytest.warns(
-        UserWarning, match=r"RootOfTheMean.compute_loss' does not.*count_items"
+        UserWarning, match=r"TimesTokens.compute_loss' does not.*count_items"
     ) as told:
-        trainer(tmp_path, kind=RootOfTheMean, micro_batch=4, max_steps=1).train()
+        trainer(tmp_path, kind=TimesTokens, micro_batch=4, max_steps=1).train()
     assert any(one.filename == __file__ for one in told)
 
 

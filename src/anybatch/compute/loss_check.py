@@ -5,8 +5,8 @@ whole batch if for any samples A and B
 
     sum(A and B) = sum(A) + sum(B)        weight(A and B) = weight(A) + weight(B)
 
-and the same for metrics. The check runs once, before the first micro-batch and without gradients: it
-compares a few samples with the same samples in two parts (one sample with itself repeated). Noise is
+and the same for metrics. The check runs before the first micro-batch of some steps, without gradients:
+it compares a few samples with the same samples in two parts (one sample with itself repeated). Noise is
 replaced by its mean, dropout is disabled, and BatchNorm uses its running statistics, since these differ
 between any two passes. Other random numbers are the same in each pass; if the loss depends on them, the
 check says nothing.
@@ -15,26 +15,34 @@ check says nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from anybatch.compute.frozen_randomness import calm
 from anybatch.compute.ghost_norm import batch_norms
+from anybatch.compute.joint import tensors_in
 from anybatch.compute.loss_reduction_check import warn_of
 from anybatch.compute.modes import preserved
 from anybatch.data.batch_copies import copied
 from anybatch.data.batch_slices import batch_size, doubled, slice_batch
-from anybatch.data.generators import seed_by
+from anybatch.data.generators import seed_by, seed_each
 from anybatch.errors import LossError
-from anybatch.task import Loss, LossFunction, MetricFunction
+from anybatch.side_effects import generators_in
+from anybatch.task import JointLoss, Loss, LossFunction, MetricFunction
 
 LOOKED_AT = 16
 """Maximum number of samples that the check uses."""
+
+_FINE = 1e-12
+"""Machine epsilon that only float64 is below."""
+
+_CLOSE = 1e-4
+"""Relative tolerance for losses in float32."""
 
 Evaluate: TypeAlias = Callable[[Any, int], "tuple[Loss, bool]"]
 """(batch, number of samples) -> (loss, whether the function returned a plain number)."""
@@ -85,7 +93,8 @@ def check_adds_up(
 ) -> bool | None:
     """Compare the loss of some samples with that of the first `cut` of them and of the rest.
 
-    Returns whether a warning was issued, or None if the loss raises an error for few samples.
+    Returns whether a warning was issued, or None if the values show nothing: the loss raises an error
+    for few samples, depends on random numbers, is zero or is not finite.
 
     Warns about a loss that compares the samples of a batch, a penalty in a sum, and metrics that are
     not additive. Errors in `evaluate` are ignored: the step itself reports errors in the batch.
@@ -104,12 +113,20 @@ def check_adds_up(
     weight that is not additive.
     """
 
+    own_generators = generators_in(function)
+
     def sums(piece: Any, count: int, key: int = 0) -> Sums:
+        nonlocal close
         seed_by(key)
+        seed_each(own_generators, key)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed(key)
         with _not_for_few_samples():
-            return sums_of(*evaluate(piece, count), count)
+            loss, is_plain = evaluate(piece, count)
+        if isinstance(loss.sum, Tensor) and torch.finfo(loss.sum.dtype).eps > _FINE:
+            close = max(close, _CLOSE)  # models of transformers compute losses in float32
+        with _not_for_few_samples():
+            return sums_of(loss, is_plain, count)
 
     try:
         with _not_for_few_samples():
@@ -128,9 +145,9 @@ def check_adds_up(
         second = sums(pieces[1], num_samples - cut)
         parts = Parts(sums(some, num_samples), first, second, close)
         if not parts.together.is_finite:
-            return False
+            return None
         if not parts.adds_up and not parts.together.is_same(sums(some, num_samples, key=1), close):
-            return False  # it depends on random numbers
+            return None  # it depends on random numbers
         count = num_samples
         twice = parts.together if parts.adds_up else sums(doubled(some), 2 * count)
         if fault := parts.fault(twice):
@@ -145,7 +162,81 @@ def check_adds_up(
         return None
     for sentence in filter(None, warnings):
         warn_of(function, sentence)
+    if parts.is_zero and not any(warnings):
+        return None
     return known or any(warnings)
+
+
+def check_encode(
+    function: JointLoss,
+    encode: Callable[[Any, int], Any],
+    compare: Callable[[Any, int], float],
+    take: Callable[[int, int], Any],
+    num_samples: int,
+    cut: int,
+    close: float,
+) -> bool | None:
+    """Compare the encodings of some samples with those of the first `cut` of them and of the rest.
+
+    Returns whether a warning was issued, or None if the loss raises an error for few samples or depends
+    on random numbers.
+
+    Warns if the encoding of a sample depends on the other samples of its pass, and if the comparison
+    depends on which samples were encoded last. Errors are ignored: the step itself reports them.
+
+    Args:
+        function: the user's loss.
+        encode: maps a batch of a number of samples to their encodings.
+        compare: maps the encodings of a number of samples to their loss.
+        take, num_samples, cut, close: as for `check_adds_up`.
+    """
+    own_generators = generators_in(function.encode, function.compare)
+
+    def seed(key: int = 0) -> None:
+        seed_by(key)
+        seed_each(own_generators, key)
+
+    def encoded(start: int, stop: int, key: int = 0) -> Any:
+        seed(key)
+        return encode(take(start, stop), stop - start)
+
+    def compared(encodings: Any) -> float:
+        seed()
+        return compare(encodings, num_samples)
+
+    def are_close(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+        return all(
+            torch.allclose(a, b, rtol=0.0, atol=100 * close * float(a.abs().max()), equal_nan=True)
+            for a, b in zip(some, others, strict=True)
+            if a.is_floating_point() and a.numel()
+        )
+
+    try:
+        together = encoded(0, num_samples)
+        before = compared(together)
+        parts = [tensors_in(encoded(0, cut)), tensors_in(encoded(cut, num_samples))]
+        after = compared(together)
+        rows = tensors_in(together)
+        if not are_close(rows, [torch.cat(pair) for pair in zip(*parts, strict=True)]):
+            if not are_close(rows, tensors_in(encoded(0, num_samples, key=1))):
+                return None
+            sentence = (
+                "gives a sample another encoding when other samples are beside it in the pass"
+                " (statistics over dim 0, say), so the update depends on how the step is cut. Move what"
+                " looks across samples into compare, which sees all of them at once."
+            )
+        elif not math.isclose(before, after, rel_tol=max(close, 1e-6)):
+            sentence = (
+                "leaves something on the model that compare reads (an auxiliary loss, say), and"
+                " compare sees only that of the last micro-batch, without a gradient. Return it from"
+                " encode, with one row for each sample."
+            )
+        else:
+            return False
+    except Exception:
+        return None
+    warn_of(function.encode, sentence, "encode")
+    return True
 
 
 def check_metrics(function: MetricFunction, model: nn.Module, batch: Any, close: float) -> None:
@@ -206,9 +297,9 @@ def rounding(model: nn.Module, device: torch.device) -> float:
     coarsest = max((torch.finfo(dtype).eps for dtype in dtypes), default=1.0)
     if is_coarse(model, device):
         return 3e-2
-    if coarsest < 1e-12:
+    if coarsest < _FINE:
         return 1e-8
-    return 1e-4 if device.type == "cpu" else 1e-3  # TF32 may be on
+    return _CLOSE if device.type == "cpu" else 1e-3  # TF32 may be on
 
 
 def sums_of(loss: Loss, is_plain: bool, num_samples: int) -> Sums:
@@ -237,6 +328,10 @@ class Parts:
     @property
     def adds_up(self) -> bool:
         return self._equal(self.together.total, self.first.total, self.second.total)
+
+    @property
+    def is_zero(self) -> bool:
+        return not (self.together.total or self.first.total or self.second.total)
 
     def fault(self, twice: Sums) -> str | None:
         """Return an error message if the loss is certainly wrong, else None. `twice` is the loss of all

@@ -85,6 +85,7 @@ def warn_of(function: Any, sentence: str, what: str = "loss") -> None:
     """Warn, once, about a loss function, or a function of another kind (`what`), which is the
     grammatical subject of `sentence`."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
+    sentence += getattr(function, "remedy", "")  # of an integration
     _warn(f"the {what} function {name!r} {sentence}", *_place_of(function))
 
 
@@ -145,12 +146,13 @@ def _likelihoods(total: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Mean:
-    """A term of the loss that is a mean: the warning for it, its number of elements, and the number of
-    samples in the pass."""
+    """A term of the loss that is a mean: the warning for it, its number of elements, the number of
+    samples in the pass, and that of targets, counted or not; None if it has none."""
 
     sentence: str
     count: Tensor | float
     num_samples: float
+    num_targets: int | None
 
 
 class CountedMeans:
@@ -173,7 +175,7 @@ class CountedMeans:
         not synchronize with the device."""
         self._passes.append(
             [
-                _Mean(sentence, count, num_samples)
+                _Mean(sentence, count, num_samples, _num_targets(node))
                 for node in _terms(returned)
                 for sentence, count in [_counted(node)]
                 if count is not None
@@ -199,7 +201,9 @@ class CountedMeans:
                 continue  # may not depend on the samples, such as a penalty on weights
             each = [count / one.num_samples for count, one in zip(counts, term, strict=True)]
             if max(each) - min(each) > _SAME * max(map(abs, each)):
-                return term[0].sentence.format(least=min(each), most=max(each))
+                is_complete = counts == [one.num_targets for one in term]
+                sentence = _UNEQUAL if is_complete else term[0].sentence
+                return sentence.format(least=min(each), most=max(each))
         return None
 
     def _are_of_single_samples(self) -> bool:
@@ -217,6 +221,11 @@ def _at_hand(node: Any, name: str) -> Tensor | None:
     """The tensor that `node` saved as `name`, or None if it would have to be recomputed or fetched."""
     raw = getattr(node, f"_raw_saved_{name}")
     return None if raw.unpack_hook is not None else getattr(node, f"_saved_{name}")
+
+
+def _num_targets(node: Any) -> int | None:
+    target = _at_hand(node, "target") if node.name() in _LIKELIHOODS else None
+    return None if target is None else target.numel()
 
 
 def _counted(node: Any) -> tuple[str, Tensor | float | None]:
@@ -289,6 +298,17 @@ def warn_of_no_proportion(function: LossFunction, total: Tensor) -> None:
         + ". Micro-batches add up gradients of sums, which are divided by the weight in the end, so the"
         " update depends on how the step is cut. Return an auxiliary loss as a part of the whole:"
         " anybatch.Loss(sum + auxiliary * weight, weight); clip_norm clips the mean.",
+    )
+
+
+def warn_of_detached(function: LossFunction) -> None:
+    """Warn that the gradient is not additive over samples although the loss is."""
+    warn_of(
+        function,
+        "has a gradient that does not add up over samples, though its value does: a factor that is"
+        " computed from the samples of a pass without a gradient (.detach(), .item()) is another one in"
+        " each micro-batch, so the update depends on how the step is cut. Take such a factor from the"
+        " step before, or train in one piece (micro_batch).",
     )
 
 
@@ -380,7 +400,7 @@ def _signed(number: int) -> int:
 
 def _place_of(function: Any) -> tuple[str, int]:
     """File and line of `function`, or this file if `function` is not written in Python."""
-    code = getattr(function, "__code__", None)
+    code = getattr(getattr(function, "presents", function), "__code__", None)
     return (code.co_filename, code.co_firstlineno) if code is not None else (__file__, 1)
 
 

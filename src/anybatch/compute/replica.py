@@ -38,10 +38,11 @@ from anybatch.compute.loss import (
     read_loss,
     widened,
 )
-from anybatch.compute.loss_check import check_adds_up, comparable, rounding
+from anybatch.compute.loss_check import check_adds_up, check_encode, comparable, rounding
 from anybatch.compute.loss_reduction_check import (
     CountedMeans,
     warn_of,
+    warn_of_detached,
     warn_of_hooks,
     warn_of_no_proportion,
     warn_of_reduction,
@@ -55,12 +56,13 @@ from anybatch.compute.precision import Numerics
 from anybatch.compute.synchronised_norm import Exchange
 from anybatch.data.batch_copies import copied
 from anybatch.data.batch_slices import map_leaves, samples_left
+from anybatch.data.generators import seed_by
 from anybatch.plans import Choice, KernelChoices
 from anybatch.side_effects import code_of, untouched
 from anybatch.task import JointLoss, Loss, LossFunction, parameters_in
 
 _FEW = 4
-"""Number of samples used to check whether the gradient is proportional to the loss."""
+"""Maximum number of samples used to check the gradient of the loss."""
 
 _autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 _num_recorded: Callable[[], int] = _autograd._get_sequence_nr
@@ -108,8 +110,7 @@ class Replica:
         self._loss: LossFunction = self._joint or loss
         self.loss_as_given: LossFunction = loss
         self._is_loss_known = self.is_joint  # whether its return value was inspected
-        # Whether a warning was issued, or the loss need not be additive.
-        self._is_told = self.is_joint
+        self._is_told = False  # whether a warning was issued
         self._means = CountedMeans()
         self._derives = False  # whether the loss needs gradients in evaluation
         self.parameter_writes: ParameterWrites = ParameterWrites(model)
@@ -140,6 +141,7 @@ class Replica:
             self._undo = undo.pop_all()
         self.parameters: list[nn.Parameter] = list(parameters_in(self.optimizer.param_groups))
         self._frozen = [param for param in self.parameters if not param.requires_grad]
+        self._first = next(model.parameters(), None)
         self._buckets: Buckets | None = None
         # A trainable parameter in no group gets a gradient too, which must not accumulate over steps.
         self._with_gradient = list(
@@ -152,6 +154,11 @@ class Replica:
     def is_joint(self) -> bool:
         """Whether the loss compares all samples of the global batch; see `joint`."""
         return self._joint is not None
+
+    @property
+    def is_loss_told(self) -> bool:
+        """Whether a warning was issued that the loss depends on how a step is cut."""
+        return self._is_told
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -194,7 +201,13 @@ class Replica:
     @property
     def is_outdated(self) -> bool:
         """Whether the optimizer's parameters are no longer those whose gradients are accumulated here:
-        some were added or removed, or were unfrozen and have no place in a bucket, or no master."""
+        some were added or removed, or were unfrozen and have no place in a bucket, or no master; or the
+        model has other parameters (`load_state_dict(..., assign=True)`)."""
+        is_sharded = self._first is not None and is_dtensor(
+            self._first
+        )  # replaced while it is gathered
+        if not is_sharded and next(self.model.parameters(), None) is not self._first:
+            return True
         now = list(parameters_in(self.optimizer.param_groups))
         if list(map(id, now)) != list(map(id, self.parameters)):
             return True
@@ -439,10 +452,11 @@ class Replica:
     def check_loss(
         self, take: Callable[[int, int], Any], num_samples: int, cut: int, fits: int
     ) -> bool:
-        """Check that the loss is additive over samples; see `check_adds_up`. Returns whether the check
-        was possible, or is not needed: joint losses need not be additive, and anybatch's own are. The
-        caller has to restore buffers and random generators. With gradients, at most `fits` samples are
-        passed at once (at least two if the loss is not additive).
+        """Check that the loss is additive over samples (see `check_adds_up`) or, for a joint loss, that
+        samples are encoded independently (see `check_encode`). Returns whether the check was possible,
+        or is not needed, since anybatch's own losses are additive. The caller has to restore buffers
+        and random generators. With gradients, at most `fits` samples are passed at once (at least two
+        if the loss is not additive).
 
         Warns, or raises `LossError`, as `check_adds_up` does.
         """
@@ -450,7 +464,7 @@ class Replica:
         ours = (getattr(own, "__module__", None) or "").startswith("anybatch.")
         compiled = self._kernels.compile or kernel_choices.is_compiled(self.model)
         # Each new shape would be compiled.
-        if self._joint is not None or ours or compiled:
+        if (ours and self._joint is None) or compiled:
             return True
         plain = False
 
@@ -480,38 +494,80 @@ class Replica:
         with self.loss_untouched(), comparable(self.model) as are_comparable, writes:
             if not are_comparable:
                 return True
-            told = check_adds_up(own, evaluate, explained, take, num_samples, cut, close)
+            if self._joint is not None:
+                told = self._check_joint(take, num_samples, cut, close)
+            else:
+                told = check_adds_up(own, evaluate, explained, take, num_samples, cut, close)
             self._is_loss_known |= bool(told)
             self._is_told |= bool(told)
-            if told is False:
-                self._check_proportional(partial(take, 0, min(num_samples, fits, _FEW)))
+            if told is False and self._joint is None:
+                self._is_told |= self._check_gradient(take, min(num_samples, fits, _FEW), close)
             return told is not None
 
-    def _check_proportional(self, take: Callable[[], Any]) -> None:
-        """Warn if scaling the loss of a few samples does not scale its gradient in proportion."""
+    @torch.no_grad()
+    def _check_joint(
+        self, take: Callable[[int, int], Any], num_samples: int, cut: int, close: float
+    ) -> bool | None:
+        """See `check_encode`."""
+        own, joint = self.loss_as_given, self._joint
+        assert isinstance(own, JointLoss)
+        assert joint is not None
+
+        def encode(batch: Any, size: int) -> Any:
+            return joint.encode(self.model, copied(batch), size)
+
+        def compare(encoded: Any, size: int) -> float:
+            return float(joint.evaluate(self.model, encoded, size).sum)
+
+        with self._numerics.region():
+            return check_encode(own, encode, compare, take, num_samples, cut, close)
+
+    def _check_gradient(self, take: Callable[[int, int], Any], few: int, close: float) -> bool:
+        """Warn if scaling the loss of a few samples does not scale its gradient in proportion, or if
+        their gradient is not the sum of the gradients of two parts. Returns whether a warning was
+        issued."""
         if self._numerics.scaler is not None or (dist.is_available() and dist.is_initialized()):
-            return  # float16 lacks the range; an autograd function may communicate with other ranks
+            return False  # float16 lacks the range; a function may communicate with other ranks
         params = [param for param in self.model.parameters() if param.requires_grad]
         if any(param._backward_hooks for param in params):
-            return  # hooks have a separate warning
+            return False  # hooks have a separate warning
+
+        def gradient(start: int, stop: int, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+            """The loss of some samples, and the norm and the sum of each gradient, divided by
+            `factor`."""
+            seed_by(0)
+            batch, size = copied(take(start, stop)), stop - start
+            with self._numerics.region(), chunked_loss.active(self._chunked):
+                total = read_loss(self.loss_as_given(self.model, batch), lambda: size).sum
+            seed = torch.full_like(total, factor)
+            gradients = torch.autograd.grad(total, params, seed, allow_unused=True)
+            prints = [(0.0, 0.0) if one is None else _fingerprint(one) for one in gradients]
+            return total, torch.tensor(prints, dtype=torch.float64) / factor
+
         with suppress(Exception), torch.enable_grad():  # the step itself reports errors
-            few = take()
-            found: list[Tensor] = []
-            totals: list[Tensor] = []
-            for factor in (1.0, _LARGER):
-                with self._numerics.region(), chunked_loss.active(self._chunked):
-                    total = read_loss(self.loss_as_given(self.model, copied(few)), lambda: 1).sum
-                seed = torch.full_like(total, factor)
-                gradients = torch.autograd.grad(total, params, seed, allow_unused=True)
-                totals.append(total.detach())
-                prints = [_fingerprint(one) for one in gradients if one is not None]
-                found.append(torch.tensor(prints, dtype=torch.float64) / factor)
-            if not torch.isclose(*totals, rtol=_PROPORTIONAL):
-                return  # the model keeps state between passes (a power iteration)
-            norms = found[0][:, :1]
+            (total, once), (again, larger) = gradient(0, few), gradient(0, few, _LARGER)
+            if not torch.isclose(total, again, rtol=_PROPORTIONAL):
+                return False  # the model keeps state between passes (a power iteration)
+            norms = once[:, :1]
             rounding = _PROPORTIONAL * norms + _PROPORTIONAL**1.5 * norms.max()
-            if ((found[1] - found[0]).abs() > rounding).any():
+            if ((larger - once).abs() > rounding).any():
                 warn_of_no_proportion(self.loss_as_given, total)
+                return True
+            counts = any(getattr(m, "scale_grad_by_freq", False) for m in self.model.modules())
+            if few < 2 or counts:  # the latter has a separate warning
+                return False
+            (one, first), (rest, second) = gradient(0, 1), gradient(1, few)
+            if not torch.isclose(total, one + rest, rtol=max(close, _PROPORTIONAL)):
+                return False
+            norms = once[:, 0] + first[:, 0] + second[:, 0]
+            # Gradients that hardly change the loss (of what is normalized) consist of rounding errors.
+            sizes = torch.stack([param.detach().double().norm() for param in params]).cpu()
+            norms += total.detach().abs().cpu() / sizes
+            rounding = 10 * max(close, _PROPORTIONAL) * norms
+            if ((once - first - second)[:, 1].abs() > rounding).any():
+                warn_of_detached(self.loss_as_given)
+                return True
+        return False
 
     def gradient_is_finite(self, loss: LossFunction, batch: Any) -> bool:
         """Whether the gradient of a single batch is finite. The model must already be in evaluation
@@ -544,7 +600,7 @@ class Replica:
         gradient is not finite.
         """
         self.phase = "update"
-        if not self._is_told and (fault := self._means.fault()):
+        if not (self._is_told or self.is_joint) and (fault := self._means.fault()):
             self._is_told = True
             warn_of(self.loss_as_given, fault)
         if not self._has_gradients:

@@ -88,6 +88,13 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
     return _sliced(batch, size, has_records(batch, size), start, stop)
 
 
+def may_be_parts(batch: Any) -> bool:
+    """Returns whether `batch` is a list or tuple of two or three tensors with unequal numbers of rows,
+    which are taken as samples: they may be parts of unequal size, which cannot be cut."""
+    is_short = _is_sequence(batch) and 2 <= len(batch) <= 3
+    return is_short and isinstance(batch[0], Tensor) and _readings(batch) == (True,)
+
+
 def shows_samples(batch: Any) -> bool:
     """Returns whether every part of `batch` consists of samples, and none belongs to the batch as a
     whole."""

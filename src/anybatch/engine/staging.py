@@ -23,7 +23,7 @@ from anybatch.engine.context import PassContext
 from anybatch.engine.joint import JointPasses
 from anybatch.engine.limit import uncounted
 from anybatch.engine.outcome import Staged
-from anybatch.engine.source import MicroBatch, Source
+from anybatch.engine.source import MicroBatch
 from anybatch.plans import Plan
 
 
@@ -38,7 +38,7 @@ class Staging:
         self._meter = context.meter
         self._buffers, self._timer = context.buffers, context.timer
         self._blame = blame
-        self._is_loss_checked = False
+        self._checked: int | None = None  # the step before which the loss was last checked
         self.joint: JointPasses = JointPasses(context)
 
     def run(self, staged: Staged, plan: Plan) -> None:
@@ -51,8 +51,8 @@ class Staging:
         replica.phase = "loading"
         with self._timer.running():
             for number, (micro, ask) in enumerate(self._micro_batches(staged, plan)):
-                if not self._is_loss_checked and micro.num_samples:
-                    self._check_loss(micro, staged.source)
+                if not number and micro.num_samples:
+                    self._check_loss(micro, staged)
                 measured = self._is_measured(micro, staged)
                 if micro.grain is not None:
                     self._randomness.begin_grain(staged.index, micro.grain)
@@ -90,14 +90,19 @@ class Staging:
             return self.joint.of(staged.index, source, choice, naming)
         return ((micro, None) for micro in source.micro_batches(choice))
 
-    def _check_loss(self, micro: MicroBatch, source: Source) -> None:
+    def _check_loss(self, micro: MicroBatch, staged: Staged) -> None:
         """Check, before the first pass of a step that is divided, that the loss is additive over
-        samples. Skipped for joint losses, which need not be additive, and where ranks synchronize
-        inside passes, since the other ranks would wait there."""
+        samples: in the first such step, and in steps 2, 4, 8, ... if no warning was issued, since the
+        first samples may not show it (a term that begins later, weights that are equal by chance).
+        Skipped where ranks synchronize inside passes, since the other ranks would wait there."""
+        source, step = staged.source, staged.step
         is_cut = not micro.last or self._group.size > 1
-        if not is_cut or self._group.lockstep or self._replica.is_joint:
+        if not is_cut or self._group.lockstep or self._replica.is_loss_told:
             return
-        self._is_loss_checked = True
+        is_first = self._checked is None
+        if not is_first and (step & (step - 1) or step == self._checked):
+            return
+        self._checked = step
         others = [self._device] if self._device.type == "cuda" else []
         try:
             with (
@@ -114,7 +119,7 @@ class Staging:
                     take, size = source.first_samples(most, micro.batch)
                     if self._replica.check_loss(take, size, min(cut, size - 1), fits):
                         break
-                if source.is_coupled(micro.batch):
+                if is_first and source.is_coupled(micro.batch):
                     warn_of_collate(self._replica.loss_as_given)
         finally:
             self._buffers.put_back()

@@ -290,6 +290,113 @@ def test_what_depends_on_the_cut_is_told_once(
     assert any(part in found[0] for part in told.split("|"))
 
 
+def balanced(model: nn.Module, batch: Batch) -> Tensor:
+    """Scales a term to the size of another one, without a gradient through the factor."""
+    logits = model(batch[0])
+    main, other = F.cross_entropy(logits, batch[1]), logits.square().mean()
+    return main + other * (main.detach() / other.detach())
+
+
+def test_a_factor_without_a_gradient_is_told():
+    (told,) = trained(balanced, 8)
+    assert "gradient that does not add up over samples" in told
+
+
+class Later:
+    """A loss that compares samples from its `begin`th step on; before, it is 0 or a plain mean."""
+
+    def __init__(self, begin: int, before: float) -> None:
+        self.begin, self.before, self.step = begin, before, 1
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        each = model(batch[0]).square().mean(1)
+        if self.step < self.begin:
+            return self.before * each.mean()
+        return each.mean() + each.std()
+
+
+@pytest.mark.parametrize("before", [0.0, 1.0])
+def test_what_the_first_step_does_not_show_is_told_in_a_later_one(before: float):
+    _warn.cache_clear()
+    loss, model = Later(3, before), build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    told: list[int] = []
+    with ab.Step(model, optimizer, loss, micro_batch=8, ghost_batch=8, verbose=False) as step:
+        for loss.step in range(1, 9):
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always", UserWarning)
+                step((X, LABELS, R))
+            told += [loss.step for one in found if "does not add up" in str(one.message)]
+    assert told == [4]
+
+
+def encoded(model: nn.Module, batch: Batch) -> Tensor:
+    return model(batch[0])
+
+
+def centred(model: nn.Module, batch: Batch) -> Tensor:
+    found = model(batch[0])
+    return found - found.mean(0)
+
+
+def leaving(model: nn.Module, batch: Batch) -> Tensor:
+    found = model(batch[0])
+    model.left = found.detach().square().mean()
+    return found
+
+
+def contrast(_model: nn.Module, rows: Tensor) -> Tensor:
+    return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+
+def contrast_and_left(model: nn.Module, rows: Tensor) -> Tensor:
+    return contrast(model, rows) + model.left
+
+
+@pytest.mark.parametrize(
+    ("encode", "compare", "said"),
+    [
+        (encoded, contrast, None),
+        (centred, contrast, "gives a sample another encoding"),
+        (leaving, contrast_and_left, "leaves something on the model"),
+    ],
+)
+def test_an_encoding_that_depends_on_the_pass_is_told(
+    encode: Callable[[nn.Module, Batch], Tensor],
+    compare: Callable[[nn.Module, Tensor], Tensor],
+    said: str | None,
+):
+    _warn.cache_clear()
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = ab.JointLoss(encode, compare)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UserWarning)
+        with ab.Step(model, optimizer, loss, micro_batch=8, ghost_batch=8, verbose=False) as step:
+            step((X, LABELS, R))
+    found = [str(one.message) for one in told if "the encode function" in str(one.message)]
+    assert [said in one for one in found] == ([] if said is None else [True])
+
+
+def test_a_generator_of_the_loss_is_no_state():
+    draw = np.random.default_rng(0)
+
+    def augmented(model: nn.Module, batch: Batch) -> Tensor:
+        flip = torch.from_numpy(draw.integers(0, 2, (len(batch[0]), 1)) * 2.0 - 1.0).float()
+        return model(batch[0] * flip).square().mean()
+
+    assert trained(augmented, 8) == []
+
+
+def test_a_loss_in_float32_of_a_model_in_float64_is_compared_as_such():
+    model = build().double()
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch[0].double()).float(), batch[1])
+
+    assert trained(loss, 8, model) == []
+
+
 def test_one_piece_is_as_the_script_has_it():
     assert trained(plain_sum, 24) == []
     assert trained(dice, 24) == []
