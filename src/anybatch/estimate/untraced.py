@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from anybatch.data.batch_slices import NoSizes
 from anybatch.estimate.data_dependent_shapes import UNKNOWN
 
 _NOT_THE_USER_S = tuple(
@@ -48,20 +49,17 @@ def why_untraced(error: BaseException, here: bool) -> str:
         f"The model could not be traced on fake tensors ({_what(error)}"
         f"{f', at {place}' if place else ''})."
     )
+    if isinstance(error, NoSizes):
+        said = str(error).partition("; ")[0].removesuffix(".")
+        told = f"Batches of other sizes could not be made for the estimate: {said}."
     if isinstance(error, UNKNOWN):
-        told += (
-            " A size there depends on data that no estimate has: write it for fixed sizes (each expert"
-            " a fixed number of tokens, say)"
-        )
-        return told + (
-            "." if here else ", or plan on the device itself, where passes are measured."
-        )
-    if not here:
-        told += (
-            " If the model runs on real tensors, plan on the device itself, where passes are"
-            " measured."
-        )
-    return told
+        told += " A size there depends on data that no estimate has."
+    if here:
+        return told
+    return (
+        f"{told} If the model runs on real tensors, plan on the device itself, where passes are"
+        " measured."
+    )
 
 
 def _what(error: BaseException) -> str:
