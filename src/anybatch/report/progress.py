@@ -28,6 +28,7 @@ from anybatch.events import (
 from anybatch.plans import Plan
 from anybatch.report.screen import Screen
 from anybatch.report.sentences import (
+    counted,
     describe,
     ending,
     format_number,
@@ -69,6 +70,7 @@ class Progress:
         self._with_plan = with_plan
         self._plan: Plan | None = None
         self._meter = _Meter(None)
+        self._total_steps: int | None = None
         self._shown_step: StepDone | None = None
         self._begin = clock()
         self._next_draw = -math.inf
@@ -88,6 +90,9 @@ class Progress:
             for sentence in passed_over(event):
                 self._screen.say(sentence, "yellow")
             self._screen.say(going_on(event))
+            if self._total_steps is not None and event.step > self._total_steps:
+                end = counted(self._total_steps, "step")
+                self._screen.say(f"This training ends after {end}: nothing is trained.", "yellow")
         else:
             if isinstance(event, Evaluated):
                 self._meter.evaluated = event
@@ -118,7 +123,7 @@ class Progress:
         if self._with_plan and event.plan:
             self.show(Plan.from_json(json.dumps(event.plan)))
         self.close()
-        self._meter = _Meter(event)
+        self._meter, self._total_steps = _Meter(event), event.total_steps
         self._shown_step, self._begin, self._next_draw = None, self._clock(), -math.inf
         if self._screen.redraw_seconds is None:
             self._screen.say(describe(event))

@@ -430,12 +430,6 @@ class _Job:
             resumes = keeping.resumes and session.keeps
             resumed = session.resumed() if resumes else None
             started = self._told_of(session.started())
-            if resumed is not None and started.total_steps and resumed.step > started.total_steps:
-                late = (
-                    f"the run in {checkpoints} has taken {resumed.step:,} steps, which is past the end"
-                    f" of this training of {started.total_steps:,}: nothing is trained."
-                )
-                started = replace(started, notices=(*started.notices, late))
             begun.append(started)
             clock = time.perf_counter()
             session.emit(started)

@@ -19,7 +19,7 @@ from tests.unit.report.fake_run import (
     make_step,
 )
 
-from anybatch.events import Event
+from anybatch.events import Event, Resumed
 from anybatch.report import Progress
 
 
@@ -56,6 +56,16 @@ def test_a_plain_line_holds_the_figures():
         "step 50/200  epoch 5  loss 1.695  samples/s 3,413  memory 8.62 GiB of 10.0 GiB"
         "  3 min 00 s left"
     )
+
+
+def test_a_run_that_is_past_its_end_says_so():
+    def resumed(step: int) -> str:
+        event = Resumed(time=1.0, step=step, samples_seen=0, folder="runs/one/checkpoints")
+        return told([make_start(), event])
+
+    said = "This training ends after 200 steps: nothing is trained."
+    assert said in resumed(201)
+    assert said not in resumed(200)
 
 
 def test_plain_lines_are_at_least_two_seconds_apart():
