@@ -561,7 +561,7 @@ class Replica:
                 return False
             norms = once[:, 0] + first[:, 0] + second[:, 0]
             # Gradients that hardly change the loss (of what is normalized) consist of rounding errors.
-            sizes = torch.stack([param.detach().double().norm() for param in params]).cpu()
+            sizes = torch.stack([param.detach().norm().double() for param in params]).cpu()
             norms += total.detach().abs().cpu() / sizes
             rounding = 10 * max(close, _PROPORTIONAL) * norms
             if ((once - first - second)[:, 1].abs() > rounding).any():
