@@ -242,7 +242,8 @@ class Updater:
             raise InputError(
                 "update is 'fused', and torch has no such kernel for the optimizer"
                 f" {type(self._optimizer).__name__} with its options on this device: make it 'as"
-                " given'."
+                " given', or plan anew if the optimizer is another one than that of the plan (a run"
+                " that is resumed has the plan of its beginning)."
             )
         self._before = [dict(group) for group in self.param_groups]
         for group in self.param_groups:
