@@ -19,7 +19,7 @@ from anybatch.launch import find
 from anybatch.runs.session import joined
 
 STEP = 8
-"""In which it hangs: what is done for the first time is behind, also the passes that check the loss."""
+"""In which it hangs, in the passes that check the loss: what is done for the first time is behind."""
 
 PASS_SECONDS = 0.3
 """Of each pass, so that the watchdogs have looked before it hangs."""

@@ -427,10 +427,12 @@ class Replica:
         return self._numerics.region()
 
     @torch.no_grad()
-    def evaluate(self, loss: LossFunction, batch: Any, num_samples: int) -> Loss:
+    def evaluate(
+        self, loss: LossFunction, batch: Any, num_samples: int, phase: str = "evaluation"
+    ) -> Loss:
         """Compute the loss of one batch, without gradients unless the loss itself is computed from a
         gradient (forces derived from an energy). The model must already be in evaluation mode."""
-        self.phase = "evaluation"
+        self.phase = phase
         with (
             naming_ids(self.model),
             self._numerics.region(),
@@ -477,7 +479,7 @@ class Replica:
         norms = batch_norms(self.model).values()
 
         def evaluate(piece: Any, size: int) -> tuple[Loss, bool]:
-            found = self.evaluate(noting, copied(piece), size)
+            found = self.evaluate(noting, copied(piece), size, phase="forward")
             if any(norm.training for norm in norms):
                 raise RuntimeError("the loss function has put BatchNorm into training mode")
             return found, plain
