@@ -117,10 +117,7 @@ def check_adds_up(
 
     def sums(piece: Any, count: int, key: int = 0) -> Sums:
         nonlocal close
-        seed_by(key)
-        seed_each(own_generators, key)
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed(key)
+        _seed(own_generators, key)
         with _not_for_few_samples():
             loss, is_plain = evaluate(piece, count)
         if isinstance(loss.sum, Tensor) and torch.finfo(loss.sum.dtype).eps > _FINE:
@@ -192,16 +189,12 @@ def check_encode(
     """
     own_generators = generators_in(function.encode, function.compare)
 
-    def seed(key: int = 0) -> None:
-        seed_by(key)
-        seed_each(own_generators, key)
-
     def encoded(start: int, stop: int, key: int = 0) -> Any:
-        seed(key)
+        _seed(own_generators, key)
         return encode(take(start, stop), stop - start)
 
     def compared(encodings: Any) -> float:
-        seed()
+        _seed(own_generators, key=0)
         return compare(encodings, num_samples)
 
     def are_close(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -261,6 +254,14 @@ def check_metrics(function: MetricFunction, model: nn.Module, batch: Any, close:
         for name in parts.together.metrics:
             if fault := parts.metric(name):
                 warn_of(function, fault, "metric")
+
+
+def _seed(own_generators: Sequence[Any], key: int) -> None:
+    """Seed all generators that a pass may draw from, with those of the loss itself."""
+    seed_by(key)
+    seed_each(own_generators, key)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(key)
 
 
 class _NotForFew(Exception):
