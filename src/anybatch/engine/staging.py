@@ -123,6 +123,7 @@ class Staging:
                     warn_of_collate(self._replica.loss_as_given)
         finally:
             self._buffers.put_back()
+            self._replica.phase = "loading"
 
     def _is_measured(self, micro: MicroBatch, staged: Staged) -> bool:
         """Returns whether to measure the gradient norm of the samples so far after this pass: after the
