@@ -92,7 +92,7 @@ from anybatch.engine import (
 )
 from anybatch.engine.source import Source
 from anybatch.errors import DataError, InputError, NoPlanFits
-from anybatch.estimate import Outline, Subject, dtypes_of
+from anybatch.estimate import Outline, Subject, dtypes_of, optimizer_options
 from anybatch.events import Event, Replanned, Sink, step_number
 from anybatch.launch import find
 from anybatch.machine import USABLE, Machine
@@ -302,15 +302,8 @@ class Step:
             compile=compile,
             shapes_vary=True,
         )
-        if (count_samples is None) != (slice_batch is None):
-            raise InputError(
-                "count_samples and slice_batch go together: give both, or neither for batches with the"
-                " samples in dim 0."
-            )
+        check_cutting(count_samples, slice_batch)
         self._keep_grad = keep_grad
-        for name, function in (("count_samples", count_samples), ("slice_batch", slice_batch)):
-            if function is not None and not callable(function):
-                raise InputError(f"{name} is {function!r}: give a function of a batch.")
         count = batch_size if count_samples is None else partial(_counted_by, count_samples)
         self._cutting = _Cutting(count, slice_batch or slice_samples)
         self._clip_norm = clip_norm
@@ -663,13 +656,7 @@ class Step:
         and without a budget the free memory is another one each time."""
         if self._group.size > 1 or not self._limited or self._is_whole:
             return None
-        optimizer = self._optimizer
-        # Rates are changed by schedules, and do not change the memory.
-        options = {name: v for name, v in optimizer.defaults.items() if "lr" not in name}
-        asked = asdict(replace(self._wishes, watch=None)) | {
-            "optimizer": (type(optimizer).__qualname__, options),
-            "joint": self._is_joint,
-        }
+        asked = asdict(replace(self._wishes, watch=None)) | {"joint": self._is_joint}
         subject = self._subject(batch, size)
         key = key_of(subject, [self._where], self._limited, asked)
         return Remembered(key, frontier=False, passing=())
@@ -1046,6 +1033,7 @@ class Step:
             make_optimizer=outline.optimizer_on,
             loss=self._loss,
             users=tuple(code_of(self._model)),
+            optimizer=optimizer_options(self._optimizer),
             template=batch,
             num_valid=0,
             clip_norm=self._clip_norm,
@@ -1321,6 +1309,20 @@ def _check_unwrapped(model: nn.Module) -> None:
             "the model is sharded (its parameters are DTensors), and Step keeps a whole model on each"
             " rank: pass the plain model, or train it by anybatch.train with parallel='shard'."
         )
+
+
+def check_cutting(
+    count_samples: Callable[[Any], int] | None, slice_batch: Callable[[Any, int, int], Any] | None
+) -> None:
+    """Raises `InputError` if only one of the arguments is given, or one is not a function."""
+    if (count_samples is None) != (slice_batch is None):
+        raise InputError(
+            "count_samples and slice_batch go together: give both, or neither for batches with the"
+            " samples in dim 0."
+        )
+    for name, function in (("count_samples", count_samples), ("slice_batch", slice_batch)):
+        if function is not None and not callable(function):
+            raise InputError(f"{name} is {function!r}: give a function of a batch.")
 
 
 def _check_of(model: nn.Module, optimizer: Optimizer) -> None:

@@ -214,9 +214,9 @@ def check_encode(
             if not are_close(rows, tensors_in(encoded(0, num_samples, key=1))):
                 return None
             sentence = (
-                "gives a sample another encoding when other samples are beside it in the pass"
-                " (statistics over dim 0, say), so the update depends on how the step is cut. Move what"
-                " looks across samples into compare, which sees all of them at once."
+                "gives a sample another encoding if the pass contains other samples (statistics over"
+                " dim 0, say), so the update depends on how the step is cut. Move what looks across"
+                " samples into compare, which sees all of them at once."
             )
         elif not math.isclose(before, after, rel_tol=max(close, 1e-6)):
             sentence = (

@@ -203,10 +203,9 @@ class Replica:
         """Whether the optimizer's parameters are no longer those whose gradients are accumulated here:
         some were added or removed, or were unfrozen and have no place in a bucket, or no master; or the
         model has other parameters (`load_state_dict(..., assign=True)`)."""
-        is_sharded = self._first is not None and is_dtensor(
-            self._first
-        )  # replaced while it is gathered
-        if not is_sharded and next(self.model.parameters(), None) is not self._first:
+        first = self._first
+        is_gathered = first is not None and is_dtensor(first)  # and replaced for that time
+        if not is_gathered and next(self.model.parameters(), None) is not first:
             return True
         now = list(parameters_in(self.optimizer.param_groups))
         if list(map(id, now)) != list(map(id, self.parameters)):
@@ -498,11 +497,12 @@ class Replica:
                 return True
             if self._joint is not None:
                 told = self._check_joint(take, num_samples, cut, close)
-            else:
-                told = check_adds_up(own, evaluate, explained, take, num_samples, cut, close)
+                self._is_told |= bool(told)
+                return told is not None
+            told = check_adds_up(own, evaluate, explained, take, num_samples, cut, close)
             self._is_loss_known |= bool(told)
             self._is_told |= bool(told)
-            if told is False and self._joint is None:
+            if told is False:
                 self._is_told |= self._check_gradient(take, min(num_samples, fits, _FEW), close)
             return told is not None
 
@@ -602,7 +602,7 @@ class Replica:
         gradient is not finite.
         """
         self.phase = "update"
-        if not (self._is_told or self.is_joint) and (fault := self._means.fault()):
+        if not self._is_told and (fault := self._means.fault()):
             self._is_told = True
             warn_of(self.loss_as_given, fault)
         if not self._has_gradients:

@@ -21,5 +21,6 @@ from anybatch.estimate.sharding import sums_of as sums_of
 from anybatch.estimate.subject import Subject as Subject
 from anybatch.estimate.subject import dtypes_of as dtypes_of
 from anybatch.estimate.subject import identify as identify
+from anybatch.estimate.subject import optimizer_options as optimizer_options
 from anybatch.estimate.subject import subject_of as subject_of
 from anybatch.estimate.untraced import why_untraced as why_untraced

@@ -7,7 +7,7 @@ copied onto fake tensors. A batch of any size is created from the shapes of a fe
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -298,16 +298,26 @@ def identify(task: Task, model: nn.Module) -> TaskIdentity:
 def _optimizer_options(task: Task, model: nn.Module) -> tuple[object, ...]:
     """See `Subject.optimizer`. `model`: on fake tensors."""
     with suppress(Exception), untouched(task.optimizer, task.parameters):
-        return tuple(
-            (type(part).__qualname__, {k: v for k, v in group.items() if not _is_ignored(k)})
-            for part in multi_optimizer.parts_of(unhooked(optimizer_for(task, model)))
-            for group in part.param_groups
-        )
+        return optimizer_options(unhooked(optimizer_for(task, model)))
     return ()
 
 
-def _is_ignored(option: str) -> bool:
-    return option == "params" or "lr" in option
+def optimizer_options(optimizer: Optimizer) -> tuple[object, ...]:
+    """Return the class of `optimizer` (of each, if several are combined), its defaults, and the options
+    of its groups: what its memory depends on, also while a plan has changed how it updates. Learning
+    rates are left out: schedules change them."""
+
+    def lasting(options: Mapping[str, Any], *others: str) -> dict[str, Any]:
+        return {k: v for k, v in options.items() if "lr" not in k and k not in others}
+
+    return tuple(
+        (
+            type(part).__qualname__,
+            lasting(part.defaults),
+            [lasting(group, "params", "fused", "foreach") for group in part.param_groups],
+        )
+        for part in multi_optimizer.parts_of(optimizer)
+    )
 
 
 def dtypes_of(model: nn.Module) -> tuple[str, ...]:

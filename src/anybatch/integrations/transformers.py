@@ -36,7 +36,7 @@ from anybatch.integrations.batches import (
     Shares,
     presented_as,
 )
-from anybatch.step import Outcome, Step
+from anybatch.step import Outcome, Step, check_cutting
 from anybatch.task import Loss
 from anybatch.units import check_count
 
@@ -97,11 +97,7 @@ class AnyBatch(_Host):
         **kwargs: Any,
     ) -> None:
         check_count(global_batch, "global_batch")
-        if (count_samples is None) != (slice_batch is None):
-            raise InputError(
-                "count_samples and slice_batch go together: give both, or neither for batches with one"
-                " row for each sample."
-            )
+        check_cutting(count_samples, slice_batch)
         self.global_batch = global_batch
         self._options: Any = {"memory": memory, "micro_batch": micro_batch, "sinks": sinks}
         self._step: Step | None = None

@@ -70,7 +70,6 @@ class Progress:
         self._with_plan = with_plan
         self._plan: Plan | None = None
         self._meter = _Meter(None)
-        self._total_steps: int | None = None
         self._shown_step: StepDone | None = None
         self._begin = clock()
         self._next_draw = -math.inf
@@ -90,8 +89,9 @@ class Progress:
             for sentence in passed_over(event):
                 self._screen.say(sentence, "yellow")
             self._screen.say(going_on(event))
-            if self._total_steps is not None and event.step > self._total_steps:
-                end = counted(self._total_steps, "step")
+            total_steps = self._meter.total_steps
+            if total_steps is not None and event.step > total_steps:
+                end = counted(total_steps, "step")
                 self._screen.say(f"This training ends after {end}: nothing is trained.", "yellow")
         else:
             if isinstance(event, Evaluated):
@@ -123,7 +123,7 @@ class Progress:
         if self._with_plan and event.plan:
             self.show(Plan.from_json(json.dumps(event.plan)))
         self.close()
-        self._meter, self._total_steps = _Meter(event), event.total_steps
+        self._meter = _Meter(event)
         self._shown_step, self._begin, self._next_draw = None, self._clock(), -math.inf
         if self._screen.redraw_seconds is None:
             self._screen.say(describe(event))
