@@ -77,12 +77,11 @@ def as_rank(rank, size, folder, budget):
     )
     losses, peak = train(rank, size, budget)
     parts = parts_of(BUILD())
-    states = 2 * parts.whole
-    predicted, _ = Division(parts, size, by_gloo=True).divided(states, {"optimizer state": states})
+    state = Division(parts, size, by_gloo=True).state(optimizer_bytes=2 * parts.whole)
     told = {
         "losses": losses,
         "peak": peak,
-        "predicted": predicted,
+        "predicted": sum(state.values()),
     }
     if rank == 0:
         print(json.dumps(told), flush=True)

@@ -69,11 +69,15 @@ def replay(timeline: Timeline, cache: CudaCache | None) -> Taken:
         again = first > 0
         for moment in range(first, end):
             for block in births.get(moment, ()):
-                if block.num_bytes and not (again and block.died is None):
-                    requested += block.num_bytes
-                    allocated += _taken(cache, id(block), block.num_bytes, block.phase == COPIED)
-            scratch = timeline.scratch.get(moment, 0)
-            taken = _taken(cache, _SCRATCH, scratch) if scratch else 0
+                size = block.num_bytes
+                if size and not (again and block.died is None):
+                    requested += size
+                    if cache is not None:
+                        size = cache.take(id(block), size, block.phase == COPIED)
+                    allocated += size
+            scratch = taken = timeline.scratch.get(moment, 0)
+            if scratch and cache is not None:
+                taken = cache.take(_SCRATCH, scratch)
             held = allocated + taken if cache is None else cache.reserved_bytes
             if not again:
                 curve.append(held)
@@ -100,10 +104,6 @@ def _by_moment(timeline: Timeline) -> tuple[dict[int, list[Block]], dict[int, li
         if block.died is not None:
             deaths.setdefault(block.died, []).append(block)
     return births, deaths
-
-
-def _taken(cache: CudaCache | None, key: int, num_bytes: int, copied: bool = False) -> int:
-    return num_bytes if cache is None else cache.take(key, num_bytes, copied)
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from anybatch.estimate.family import Family, Traced
-from anybatch.estimate.peak import Peak, context_bytes_of, method_on, peak_of
+from anybatch.estimate.peak import Peak, context_bytes_of, method_on, replayed
+from anybatch.estimate.sharding import Division
 from anybatch.estimate.stage import num_traced, trace_evaluation, trace_step
 from anybatch.estimate.subject import Subject
 from anybatch.estimate.workspaces import communicator_bytes, with_workspaces
@@ -40,10 +41,21 @@ def footprint(subject: Subject, choice: Choice, device: Device) -> Footprint:
     """
     traced = traced_step(subject, choice, device)
     return Footprint(
-        peak=peak_of(traced, constant_bytes(subject, choice, device), device),
-        commit_bytes=traced.commit_bytes,
+        peak=replayed(traced, device, subject.division).peak(
+            constant_bytes(subject, choice, device), device
+        ),
+        commit_bytes=_commit_of_rank(traced.commit_bytes, subject.division),
         method=method_on(subject.as_traced(device)),
     )
+
+
+def _commit_of_rank(commit_bytes: tuple[int, int], division: Division | None) -> tuple[int, int]:
+    if division is None:
+        return commit_bytes
+    if division.offload:
+        return 0, 0
+    first, later = commit_bytes
+    return division.part(first), division.part(later)
 
 
 def traced_step(subject: Subject, choice: Choice, device: Device) -> Traced:
@@ -94,4 +106,4 @@ def evaluation_peak(subject: Subject, choice: Choice, device: Device) -> Peak:
         )
     traced = with_workspaces(family.at(choice.evaluation_batch), device)
     constant = {} if device.kind == "cpu" else _constant_on_device(subject, device)
-    return peak_of(traced, constant, device)
+    return replayed(traced, device, subject.division).peak(constant, device)

@@ -55,13 +55,13 @@ def convolutions_of(subject: Subject) -> Convolutions:
 
 def _found(subject: Subject) -> Convolutions:
     fake = fake_mode()
-    with fake, CachedOps(fake, subject.op_cache):
-        try:
-            model: nn.Module = subject.build_model()
-        except Exception:  # tracing fails as well, and the plan reports it
+    try:
+        number = sum(isinstance(module, CONVOLUTIONS) for module in subject.inspect().modules())
+        if not number:
             return Convolutions(0, "")
-    number = sum(isinstance(module, CONVOLUTIONS) for module in model.modules())
-    if not number:
+        with fake, CachedOps(fake, subject.op_cache):
+            model: nn.Module = subject.build_model()
+    except Exception:  # tracing fails as well, and the plan reports it
         return Convolutions(0, "")
     undo = kernel_choices.install(model, KernelChoices(channels_last=True))
     try:

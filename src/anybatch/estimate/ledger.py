@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
-from anybatch.estimate.allocator import Taken, replay
 from anybatch.estimate.eager import eagerly
 from anybatch.estimate.family import Traced
 from anybatch.estimate.footprint import constant_bytes, trace_step
@@ -22,12 +21,12 @@ from anybatch.estimate.peak import (
     LOSS,
     OVERHEAD,
     Kinds,
-    cache_of,
+    Replayed,
     method_on,
     not_counted_on,
-    peak_at,
+    replayed,
 )
-from anybatch.estimate.sharding import GATHERED, STATE, Division
+from anybatch.estimate.sharding import GATHERED, Division
 from anybatch.estimate.subject import Subject
 from anybatch.estimate.trace import CASTS, SCRATCH, Block, alive
 from anybatch.estimate.workspaces import with_workspaces
@@ -199,20 +198,19 @@ def ledger(subject: Subject, choice: Choice, device: Device) -> Ledger:
     Raises whatever the model or loss raises on fake tensors.
     """
     traced = with_workspaces(trace_step(subject, choice, device), device)
-    taken = replay(traced.timeline, cache_of(device))
+    part = replayed(traced, device, subject.division)
     constant = constant_bytes(subject, choice, device)
-    account = _Account(traced, taken, constant, subject.division)
-    peak = peak_at(traced, taken, constant, device)
-    if subject.division is not None:
-        peak = peak.divided(subject.division)
+    account = _Account(traced, part, constant, subject.division)
+    peak = part.peak(constant, device)
+    moment = part.taken.moment
     return Ledger(
         micro_batch=choice.micro_batch,
         layers=account.layers(),
         modules={name: module.type_name for name, module in traced.modules.items()},
         totals=peak.totals,
-        peak=account.moment(taken.moment),
+        peak=account.moment(moment),
         by_kind=peak.by_kind,
-        held=account.held(taken.moment),
+        held=account.held(moment),
         curve=account.curve(),
         method=method_on(subject.as_traced(device)),
         not_counted=not_counted_on(device, subject.speaks),
@@ -223,18 +221,19 @@ class _Account:
     """Memory of one replayed trace, in several views.
 
     Args:
-        traced, taken: the trace, and the result of its replay by the allocator.
+        traced, part: the trace, and its replay by the allocator.
         constant: bytes by kind that stay allocated.
         division: division of the model over ranks, or None. If given, the bytes are those of one
             rank.
     """
 
     def __init__(
-        self, traced: Traced, taken: Taken, constant: dict[str, int], division: Division | None
+        self, traced: Traced, part: Replayed, constant: dict[str, int], division: Division | None
     ) -> None:
         self._traced = traced
         self._timeline = traced.timeline
-        self._taken = taken
+        self._part = part
+        self._curve = part.taken.curve
         self._division = division
         self._kinds = Kinds(traced)
         self._constant = sum(constant.values())
@@ -242,7 +241,7 @@ class _Account:
         self._in_use = self._by_kind()
         for kind, size in constant.items():
             if kind != OVERHEAD:
-                before = self._in_use.get(kind, [0] * len(taken.curve))
+                before = self._in_use.get(kind, [0] * len(self._curve))
                 self._in_use[kind] = [size + more for more in before]
 
     # ---------------------------------------------------------------------------------- by layer
@@ -277,10 +276,10 @@ class _Account:
                 output_shape=traced.shapes.get(name),
                 num_calls=traced.calls.get(name, 0) // traced.num_micro_batches,
                 num_parameters=module.num_parameters,
-                parameter_bytes=self._part(rows[name]["parameters"]),
+                parameter_bytes=self._of_rank(rows[name]["parameters"]),
                 buffer_bytes=rows[name]["buffers"],
-                gradient_bytes=self._part(rows[name]["gradients"]),
-                optimizer_bytes=self._part(rows[name]["optimizer state"]),
+                gradient_bytes=self._of_rank(rows[name]["gradients"]),
+                optimizer_bytes=self._of_rank(rows[name]["optimizer state"]),
                 activation_bytes=rows[name]["activations"],
             )
             for name, module in traced.modules.items()
@@ -296,9 +295,9 @@ class _Account:
                 return moment - 1
         return self._traced.begin
 
-    def _part(self, num_bytes: int) -> int:
+    def _of_rank(self, num_bytes: int) -> int:
         """Return the bytes that one rank has of the state of a layer."""
-        return num_bytes if self._division is None else -(-num_bytes // self._division.ranks)
+        return num_bytes if self._division is None else self._division.part(num_bytes)
 
     # ------------------------------------------------------------------------------- at a moment
 
@@ -309,7 +308,8 @@ class _Account:
         for block in alive(self._timeline, moment):
             kind = self._kinds.of(block)
             key = kind, self._whose(kind, block)
-            sizes[key] += self._part(block.num_bytes) if kind in STATE else block.num_bytes
+            size = block.num_bytes if self._division is None else self._division.bytes_of(block)
+            sizes[key] += size
             counts[key] += 1
         return tuple(
             Holding(kind=key[0], module=key[1], num_bytes=size, num_blocks=counts[key])
@@ -321,13 +321,13 @@ class _Account:
         """Return the operation at moment `i`."""
         operations = self._timeline.operations
         is_one = 0 < i <= len(operations)
-        num_bytes = self._taken.curve[i] + self._constant
-        by_kind = {kind: sizes[i] for kind, sizes in self._in_use.items() if sizes[i]}
+        by_kind = {kind: sizes[i] for kind, sizes in self._in_use.items()}
         phase = self._phases[i - 1] if is_one else ""
-        if self._division is not None:
-            num_bytes, by_kind = self._division.divided(num_bytes, by_kind)
-            if phase not in _PASSES:
-                num_bytes -= by_kind.pop(GATHERED)
+        state = dict(self._part.state)
+        if phase not in _PASSES:
+            state.pop(GATHERED, None)
+        by_kind |= state
+        num_bytes = self._curve[i] + self._constant + sum(state.values())
         return Moment(
             number=max(0, i - self._traced.begin),
             num_bytes=num_bytes,
@@ -364,9 +364,10 @@ class _Account:
 
     def _by_kind(self) -> dict[str, list[int]]:
         """Return the bytes in use at each moment, by kind."""
-        length = len(self._taken.curve)
+        length = len(self._curve)
+        timeline = self._part.traced.timeline
         changes: dict[str, list[int]] = {}
-        for block in self._timeline.blocks:
+        for block in timeline.blocks:
             if block.num_bytes:
                 kind = self._kinds.of(block)
                 change = changes.setdefault(kind, [0] * (length + 2))
@@ -374,7 +375,7 @@ class _Account:
                 if block.died is not None:
                     change[block.died + 1] -= block.num_bytes
         found = {kind: list(accumulate(change))[:length] for kind, change in changes.items()}
-        if scratch := self._timeline.scratch:
+        if scratch := timeline.scratch:
             found[SCRATCH] = [scratch.get(i, 0) for i in range(length)]
         return found
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from anybatch.estimate.allocator import CudaCache, Taken, is_expandable, replay
 from anybatch.estimate.cuda import is_overlaid
@@ -52,41 +52,57 @@ class Peak:
     by_kind: dict[str, int]
     totals: dict[str, int] = field(default_factory=dict)
 
-    def divided(self, division: Division) -> Peak:
-        """Return the peak of one rank of a divided model, computed from the peak of the whole
-        model."""
-        num_bytes, by_kind = division.divided(self.num_bytes, self.by_kind)
-        less = self.num_bytes - num_bytes
-        return Peak(num_bytes, by_kind, {name: size - less for name, size in self.totals.items()})
+
+@dataclass(frozen=True)
+class Replayed:
+    """A trace, and the memory that one rank takes while it is replayed.
+
+    Attributes:
+        traced: the trace. If the model is divided, it holds no state.
+        taken: result of the replay.
+        state: bytes by kind of the state of a divided model, which stay allocated.
+    """
+
+    traced: Traced
+    taken: Taken
+    state: dict[str, int] = field(default_factory=dict)
+
+    def peak(self, constant: Mapping[str, int], device: Device) -> Peak:
+        """Return the peak. `constant` maps kinds to bytes allocated outside of the allocator."""
+        taken = self.taken
+        sizes: Counter[str] = Counter({**constant, **self.state})
+        kinds = Kinds(self.traced)
+        for block in alive(self.traced.timeline, taken.moment):
+            sizes[kinds.of(block)] += block.num_bytes
+        sizes[SCRATCH] += self.traced.timeline.scratch.get(taken.moment, 0)
+        sizes[OVERHEAD] += taken.overhead_bytes
+        kept = sum(self.state.values())
+        totals = {"allocated": taken.allocated_bytes + kept}
+        if device.kind == "cuda":
+            totals["active"] = totals["allocated"]
+        totals["reserved"] = taken.peak_bytes + kept
+        totals["total"] = totals["reserved"] + sum(constant.values())
+        return Peak(totals["total"], {kind: sizes[kind] for kind in KINDS if sizes[kind]}, totals)
 
 
-def peak_of(traced: Traced, constant: Mapping[str, int], device: Device) -> Peak:
-    """Return the peak of `traced` on `device`. `constant` maps kinds to bytes allocated in addition to
-    its tensors."""
-    return peak_at(traced, replay(traced.timeline, cache_of(device)), constant, device)
+def replayed(traced: Traced, device: Device, division: Division | None) -> Replayed:
+    """Replay `traced` on `device`; of a divided model, the part of one rank."""
+    if division is None:
+        return Replayed(traced, replay(traced.timeline, _cache_of(device, 0)))
+    last = alive(traced.timeline, traced.end)
+    state = division.state(sum(b.num_bytes for b in last if b.kind == "optimizer state"))
+    part = replace(traced, timeline=division.without_state(traced.timeline))
+    cache = _cache_of(device, sum(state.values()))
+    return Replayed(part, replay(part.timeline, cache), state)
 
 
-def peak_at(traced: Traced, taken: Taken, constant: Mapping[str, int], device: Device) -> Peak:
-    """Like `peak_of`, for a timeline that has already been replayed."""
-    sizes: Counter[str] = Counter(constant)
-    kinds = Kinds(traced)
-    for block in alive(traced.timeline, taken.moment):
-        sizes[kinds.of(block)] += block.num_bytes
-    sizes[SCRATCH] += traced.timeline.scratch.get(taken.moment, 0)
-    sizes[OVERHEAD] += taken.overhead_bytes
-    totals = {"allocated": taken.allocated_bytes}
-    if device.kind == "cuda":
-        totals["active"] = taken.allocated_bytes
-    totals["reserved"] = taken.peak_bytes
-    totals["total"] = taken.peak_bytes + sum(constant.values())
-    return Peak(totals["total"], {kind: sizes[kind] for kind in KINDS if sizes[kind]}, totals)
-
-
-def cache_of(device: Device) -> CudaCache | None:
-    """Return an empty cache of the allocator of `device`, or None for a CPU."""
+def _cache_of(device: Device, kept: int) -> CudaCache | None:
+    """Return an empty cache of the allocator of `device`, which holds `kept` bytes besides, or None
+    for a CPU."""
     if device.kind == "cpu":
         return None
-    return CudaCache(is_expandable(), max(0, device.budget_bytes - context_bytes_of(device)))
+    limit = device.budget_bytes - context_bytes_of(device) - kept
+    return CudaCache(is_expandable(), max(0, limit))
 
 
 def context_bytes_of(device: Device) -> int:

@@ -1,21 +1,23 @@
 """Memory of a sharded model on each rank, from the sizes of its blocks; sums that a rank holds.
 
-Kept tensors (weights, gradients, optimizer state) are divided by the number of ranks. Gathered
-tensors are not: the root (parameters outside of blocks: embeddings, the head) with its gradients at
-all times, and each block with its gradients while FSDP computes it. The flat buffer of a block
-exists until that of the next is copied out, so its neighbors count as well.
+Kept tensors (weights, gradients, optimizer state) are divided by the number of ranks, as are the
+temporary tensors of the update. Gathered tensors are not: the root (parameters outside of blocks:
+embeddings, the head) with its gradients at all times, and each block with its gradients while FSDP
+computes it. The flat buffer of a block exists until that of the next is copied out, so its
+neighbors count as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from anybatch.compute import find_blocks
 from anybatch.compute.buckets import piece_of
 from anybatch.data import Waiting
+from anybatch.estimate.trace import Block, Timeline
 from anybatch.plans import TaskIdentity
 
 
@@ -60,7 +62,7 @@ GATHERED = "gathered weights and gradients"
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Division of a model over ranks, applied to an estimate of the whole model.
+    """Division of a model over ranks, applied to a trace of the whole model.
 
     Attributes:
         parts: bytes of its weights.
@@ -76,21 +78,42 @@ class Division:
     reduce_at_last: bool = False
     offload: bool = False
 
-    def divided(self, num_bytes: int, by_kind: dict[str, int]) -> tuple[int, dict[str, int]]:
-        """Return the peak of one rank, and its bytes by kind, from those of the whole model: the
-        state is divided, and the weights and gradients that are gathered at a time are added. They
-        are assumed to peak at the same time as the activations, so the result is rather too high."""
+    def state(self, optimizer_bytes: int) -> dict[str, int]:
+        """Return the bytes of one rank's part of the state, and of what is gathered at a time, by
+        kind. `optimizer_bytes`: optimizer state of the whole model. They are assumed to peak at the
+        same time as the activations, so their sum is rather too high."""
         kept = 0 if self.offload else 1
         whole = self.parts.whole
-        kinds = {
-            **by_kind,
-            "parameters": kept * self._part(whole),
-            "gradients": whole if self.reduce_at_last else kept * self._part(whole),
-            "optimizer state": kept * self._part(by_kind.get("optimizer state", 0)),
+        return {
+            "parameters": kept * self.part(whole),
+            "gradients": whole if self.reduce_at_last else kept * self.part(whole),
+            "optimizer state": kept * self.part(optimizer_bytes),
             GATHERED: self._gathered(),
         }
-        before = sum(by_kind.get(kind, 0) for kind in STATE)
-        return num_bytes - before + sum(kinds[kind] for kind in (*STATE, GATHERED)), kinds
+
+    def without_state(self, timeline: Timeline) -> Timeline:
+        """Return the tensors of `timeline` besides the state, as one rank has them, from the moment
+        at which the step begins."""
+        begin = timeline.released or 0
+        operations = timeline.operations
+        return replace(
+            timeline,
+            blocks=[
+                replace(block, num_bytes=self.bytes_of(block)) if block.phase == "update" else block
+                for block in timeline.blocks
+                if block.kind not in STATE and (block.died is None or block.died > begin)
+            ],
+            scratch={
+                moment: self.part(size) if operations[moment - 1].phase == "update" else size
+                for moment, size in timeline.scratch.items()
+                if moment > begin
+            },
+        )
+
+    def bytes_of(self, block: Block) -> int:
+        """Return the bytes that one rank has of `block`."""
+        is_divided = block.kind in STATE or block.phase == "update"
+        return self.part(block.num_bytes) if is_divided else block.num_bytes
 
     def _gathered(self) -> int:
         """Return the maximum bytes of weights and gradients that are gathered at once. Each block
@@ -98,16 +121,17 @@ class Division:
         CUDA prefetches. gloo copies what it sends, so there one of them exists at a time."""
         root, blocks = self.parts.root, self.parts.blocks
         sizes = [
-            2 * block + (max(before, after, self._part(block)) if self.by_gloo else before + after)
+            2 * block + (max(before, after, self.part(block)) if self.by_gloo else before + after)
             for before, block, after in zip((0, *blocks), blocks, (*blocks[1:], 0), strict=False)
         ]
         # At the end the gradients of the root are flattened, sent and reduced.
-        ending = (2 if self.by_gloo else 1) * root + self._part(root)
+        ending = (2 if self.by_gloo else 1) * root + self.part(root)
         # In transfers to and from the host, a rank's part of the largest group is on the device.
-        crossing = 2 * self._part(max(root, *blocks, 0)) if self.offload else 0
+        crossing = 2 * self.part(max(root, *blocks, 0)) if self.offload else 0
         return crossing + max(2 * root + max(sizes, default=0), ending)
 
-    def _part(self, size: int) -> int:
+    def part(self, size: int) -> int:
+        """Return the bytes that one rank has of `size` bytes that are divided."""
         return -(-size // self.ranks)
 
 

@@ -92,6 +92,7 @@ class Subject:
         families: traces made so far, so that none is repeated.
         stages: stages of these traces; see `stage`.
         heads: layers that compute the logits, by precision and device; see `head`.
+        inspected: the model of `inspect`, once it is built.
         convolutions: convolutions of the model, once they are known; see `layout`.
         runs: runs of blocks of which a trace needs a few; see `repeats`.
         stood_for: CUDA devices that are present, but whose traces use CPU tensors.
@@ -123,6 +124,7 @@ class Subject:
     families: dict[Hashable, Family] = field(default_factory=dict, compare=False, repr=False)
     stages: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
     heads: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+    inspected: list[nn.Module] = field(default_factory=list, compare=False, repr=False)
     convolutions: list[Any] = field(default_factory=list, compare=False, repr=False)
     runs: Runs = field(default_factory=Runs, compare=False, repr=False)
     stood_for: set[Device] = field(default_factory=set, compare=False, repr=False)
@@ -148,6 +150,14 @@ class Subject:
     def as_traced(self, device: Device) -> Device:
         """Return `device`, marked as not present if the task's fake tensors cannot be on it."""
         return replace(device, present=False) if device in self.stood_for else device
+
+    def inspect(self) -> nn.Module:
+        """Return the model on fake tensors, to read from it what it consists of. Raises whatever
+        `build_model` raises."""
+        if not self.inspected:
+            with fake_mode():
+                self.inspected.append(self.build_model())
+        return self.inspected[0]
 
     def is_encoded_first(self, micro_batch: int) -> bool:
         """Return whether a rank encodes its samples for a joint loss before it computes with them.
@@ -219,6 +229,7 @@ def subject_of(task: Task) -> Subject:
     """
     source = task.model
     op_cache = FakeOpCache()
+    inspected: list[nn.Module] = []
     if isinstance(source, nn.Module):
         model = task.checked_model(source)
         build = partial(fake_copy, source)
@@ -236,6 +247,7 @@ def subject_of(task: Task) -> Subject:
         try:
             with fake, CachedOps(fake, op_cache):
                 model = build()
+            inspected.append(into_training(model))
         except AnybatchError:
             raise
         except Exception:
@@ -260,6 +272,7 @@ def subject_of(task: Task) -> Subject:
         chains=tuple(find_chains(model)),
         # Sums over tiles round differently, so a reproducible run has no tiles.
         mlps=() if task.grains else tuple(find_mlps(model, blocks)),
+        inspected=inspected,
         op_cache=op_cache,
         long=_told_lengths(task),
         samples=samples_of(task, template),

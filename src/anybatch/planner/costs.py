@@ -108,7 +108,7 @@ class Costs:
             if self.setting.watch is not None:
                 self.setting.watch(f"candidate {len(self._traced) + 1}: {choice.describe()}")
             try:
-                found = self._divided(footprint(self.subject, choice, self.setting.device))
+                found = footprint(self.subject, choice, self.setting.device)
             except Exception as error:  # any exception of the user's code
                 is_of_way = isinstance(error, NotRepeated | NotTileable | NotChunkable)
                 told = isinstance(error, AnybatchError) and not is_of_way
@@ -130,7 +130,7 @@ class Costs:
 
     def evaluation(self, choice: Choice) -> Peak:
         """The peak of an evaluation under `choice`, from a trace."""
-        return self._peak_divided(evaluation_peak(self.subject, choice, self.setting.device))
+        return evaluation_peak(self.subject, choice, self.setting.device)
 
     def peak(self, choice: Choice) -> int:
         """Peak memory of `choice` in bytes, from a trace."""
@@ -246,20 +246,6 @@ class Costs:
         )
         (low, least), (high, most) = known[max(0, above - 1)], known[max(1, above)]
         return least + (most - least) * (micro_batch - low) / (high - low)
-
-    def _divided(self, found: Footprint) -> Footprint:
-        """`found`, reduced to a rank's part of the model if the model is divided."""
-        division = self.subject.division
-        if division is None:
-            return found
-        part = 0.0 if division.offload else 1 / division.ranks
-        first, later = found.commit_bytes
-        commit = int(first * part), int(later * part)
-        return replace(found, peak=self._peak_divided(found.peak), commit_bytes=commit)
-
-    def _peak_divided(self, peak: Peak) -> Peak:
-        division = self.subject.division
-        return peak if division is None else peak.divided(division)
 
     # ------------------------------------------------------------------------------------ seconds
 

@@ -109,8 +109,6 @@ def _fitting(
             raise
         except Exception:  # any exception of the user's code on fake tensors
             return choice, None
-        if subject.division is not None:
-            peak = peak.divided(subject.division)
         if fixed or peak.num_bytes <= room:
             return here, peak
         if size == 1:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anybatch.compute.buckets import check_divisible
 from anybatch.compute.ghost_norm import cut_norms
@@ -255,8 +254,7 @@ def num_idle(subject: Subject, layout: Layout) -> int:
 def norms_that_meet(subject: Subject) -> int | None:
     """Number of norms of the model that can be synchronized over ranks; None if one of them
     computes its statistics in a custom way."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        norms = cut_norms(subject.build_model()).values()
+    norms = cut_norms(subject.inspect()).values()
     known = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
     return len(norms) if all(type(norm).forward in known for norm in norms) else None
 
@@ -266,14 +264,12 @@ def division_of(subject: Subject, layout: Layout, device: Device) -> Division:
 
     Raises `InputError` if the model or its optimizer cannot be divided.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = subject.build_model()
-        check_divisible(model)
-        check_whole(subject.make_optimizer(model))
-        parts = parts_of(model)
+    model = subject.inspect()
+    check_divisible(model)
+    check_whole(subject.make_optimizer(model))
     sharding = layout.sharding
     return Division(
-        parts,
+        parts_of(model),
         sharding.group_size(len(layout.shares)),
         by_gloo=device.kind == "cpu",
         reduce_at_last=sharding.reduce == "last pass",

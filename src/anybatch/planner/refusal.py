@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torch._subclasses.fake_tensor import FakeTensorMode
-
 from anybatch.compute.low_bit_optimizers import state_kinds
 from anybatch.compute.optimizer_update import can_part
 from anybatch.errors import NoPlanFits
@@ -136,16 +134,15 @@ def check_floor(
 
 def _floor(subject: Subject, layout: Layout, device: Device, precision: Precision) -> int:
     """Bytes on one rank; states are included only if they have to be on the device."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = subject.build_model()
-        optimizer = subject.make_optimizer(model)
-        weights = sum(param.nbytes for param in model.parameters())
-        trained = [p for p in parameters_in(optimizer.param_groups) if p.requires_grad]
-        gradients = sum(param.nbytes for param in trained)
-        groups = [
-            (group, sum(p.nbytes for p in group["params"] if p.requires_grad))
-            for group in optimizer.param_groups
-        ]
+    model = subject.inspect()
+    optimizer = subject.make_optimizer(model)
+    weights = sum(param.nbytes for param in model.parameters())
+    trained = [p for p in parameters_in(optimizer.param_groups) if p.requires_grad]
+    gradients = sum(param.nbytes for param in trained)
+    groups = [
+        (group, sum(p.nbytes for p in group["params"] if p.requires_grad))
+        for group in optimizer.param_groups
+    ]
     divided = layout.parallel == "shard"
     elsewhere = device.kind == "cuda" and can_part(optimizer) and not divided
     states = 0 if elsewhere else sum(n * len(state_kinds(optimizer, g)) for g, n in groups)

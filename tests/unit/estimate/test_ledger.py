@@ -296,10 +296,11 @@ def test_a_model_that_is_divided_is_told_as_one_rank_has_it():
         assert row.parameter_bytes == -(-other.parameter_bytes // 4)
         assert row.optimizer_bytes == -(-other.optimizer_bytes // 4)
         assert row.activation_bytes == other.activation_bytes
-    assert part.by_kind["parameters"] == numbers
+    assert part.by_kind["parameters"] == part.by_kind["gradients"] == numbers
+    assert part.by_kind["optimizer state"] == -(-whole.by_kind["optimizer state"] // 4)
     assert part.num_bytes == sum(part.by_kind.values())
-    less = whole.totals["allocated"] - part.totals["allocated"]
-    assert whole.num_bytes - part.num_bytes == less - communicator_bytes(ABSENT)
+    outside = communicator_bytes(ABSENT) + part.by_kind["device context"]
+    assert part.num_bytes == part.totals["reserved"] + outside
     gathered = "gathered weights and gradients"
     phases = {moment.phase for moment in part.curve if gathered in moment.by_kind}
     assert phases == {"forward", "loss", "backward"}
