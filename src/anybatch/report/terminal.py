@@ -35,7 +35,7 @@ def print_plan(console: Console, plan: Plan, why: bool = False) -> None:
     points = with_plan(plan) if len(plan.frontier) > 1 else []
     shown = _spread(plan, points)
     hidden = len(points) - len(shown)
-    more = f" {hidden} more lie between them." if hidden else ""
+    more = f" {hidden} more lie{'s' if hidden == 1 else ''} between them." if hidden else ""
     best = f"The best trade-offs, leanest first: nothing else is both smaller and faster.{more}"
     is_traced = any(is_taken(point, plan) for point in plan.frontier)
     if plan.prediction is not None and plan.prediction.rehearsed and is_traced:
