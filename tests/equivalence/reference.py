@@ -35,8 +35,11 @@ class Trained:
 def train_plainly(task: ab.Task) -> Trained:
     """`task`, trained as one would by hand with memory for any batch."""
     model = copy.deepcopy(task.model) if isinstance(task.model, nn.Module) else task.build_model()
-    if not model.training:  # else what its user put into evaluation mode stays in it
-        model.train()
+    # In a model in training mode, what its user put into evaluation mode stays in it.
+    kept = [part for part in model.modules() if model.training and not part.training]
+    model.train()
+    for part in kept:
+        part.eval()
     ghost = imitate_ghost_batches(model, task.ghost_batch or 32)
     optimizer = task.optimizer(task.parameters_of(model))
     scheduler = task.scheduler(optimizer) if task.scheduler else None

@@ -156,9 +156,25 @@ class Frozen(Images):
             layer[1].running_mean.fill_(0.3)
 
 
-def test_a_frozen_backbone_keeps_to_its_statistics_and_is_cut_anywhere():
+class FrozenWhileTrained(Images):
+    """The same by a method `train` of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.body.requires_grad_(False)
+        for layer in self.body:
+            layer[1].running_mean.fill_(0.3)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.body.eval()
+        return self
+
+
+@pytest.mark.parametrize("build", [Frozen, FrozenWhileTrained, lambda: FrozenWhileTrained().eval()])
+def test_a_frozen_backbone_keeps_to_its_statistics_and_is_cut_anywhere(build):
     task = dataclasses.replace(
-        task_of(Frozen, ghost_batch=None), parameters=lambda model: model.head.parameters()
+        task_of(build, ghost_batch=None), parameters=lambda model: model.head.parameters()
     )
     plan = ab.plan(task, micro_batch=3)
     assert plan.task.ghost_batch is None
@@ -167,7 +183,7 @@ def test_a_frozen_backbone_keeps_to_its_statistics_and_is_cut_anywhere():
         losses = [done.loss for done in session.steps()]
         assert not session.model.body.training
         statistics = session.model.body[1][1].running_mean
-        assert torch.equal(statistics, Frozen().body[1][1].running_mean)
+        assert torch.equal(statistics, build().body[1][1].running_mean)
         plain = train_plainly(task)
         assert losses == pytest.approx(plain.losses, rel=1e-9)
         assert deviation(session.model, plain.model) < 1e-9

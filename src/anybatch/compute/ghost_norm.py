@@ -25,7 +25,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from anybatch.compute.modes import trains
+from anybatch.compute.modes import trained_parts
 from anybatch.compute.patch import replace_forward
 from anybatch.compute.synchronised_norm import Exchange, LocalExchange, OverRanks, SingleValue
 from anybatch.errors import InputError, some
@@ -42,9 +42,8 @@ def cut_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     """Return those of `batch_norms` that use ghost batches when `model` is trained. A layer that the
     user put into evaluation mode (in a frozen part) normalizes by its running statistics, regardless of
     the cut."""
-    return {
-        n: m for n, m in batch_norms(model).items() if looks_across_samples(m, trains(model, m))
-    }
+    trained = trained_parts(model)
+    return {n: m for n, m in batch_norms(model).items() if looks_across_samples(m, m in trained)}
 
 
 def looks_across_samples(norm: _BatchNorm, training: bool) -> bool:
@@ -61,9 +60,9 @@ def depends_on_cut(model: nn.Module, drawn: bool = True) -> tuple[str, ...]:
     norms, and modules with a dropout rate are detected. If not `drawn`, random numbers are left out.
     """
     found: dict[str, list[str]] = {}
+    drawing = trained_parts(model) if drawn else set()
     for name, module in model.named_modules():
-        may_draw = drawn and trains(model, module)
-        if (why := _why_it_depends(module, may_draw)) is not None:
+        if (why := _why_it_depends(module, module in drawing)) is not None:
             found.setdefault(why, []).append(name)
     return tuple(
         why.format(names=some(names), s="s" if len(names) == 1 else "")

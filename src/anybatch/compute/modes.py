@@ -19,14 +19,20 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def into_training(model: Model) -> Model:
-    """Put `model` in training mode if it is itself in evaluation mode; otherwise every part keeps its
-    mode. Returns `model`."""
-    return model if model.training else model.train()
+    """Put `model` in training mode with `model.train()`, which the user may have overridden to keep a
+    part in evaluation mode. In a model that is in training mode already, parts in evaluation mode stay
+    in it. Returns `model`."""
+    kept = [part for part in model.modules() if not part.training] if model.training else []
+    model.train()
+    for part in kept:
+        part.training = False
+    return model
 
 
-def trains(model: nn.Module, part: nn.Module) -> bool:
-    """Whether `part` of `model` is in training mode after `into_training`."""
-    return part.training or not model.training
+def trained_parts(model: nn.Module) -> set[nn.Module]:
+    """The parts of `model` that are in training mode after `into_training`."""
+    with preserved(model):
+        return {part for part in into_training(model).modules() if part.training}
 
 
 def with_modes(optimizer: Optimizer) -> list[Any]:
