@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from anybatch.compute.low_bit_optimizers import state_kinds
 from anybatch.compute.optimizer_update import can_part
-from anybatch.errors import NoPlanFits
+from anybatch.errors import NoPlanFits, worded
 from anybatch.estimate import Subject
 from anybatch.machine import Device
 from anybatch.planner.costs import Costs
@@ -62,9 +62,15 @@ def no_plan_fits(device: Device, what: str, peak_bytes: int, more: str, at: str 
     if peak_bytes <= device.budget_bytes:
         kept = reserve_of(device.budget_bytes, device.kind)
         reserve = f" plus {format_bytes(kept)} in reserve"
+    if device.present or least <= device.total_bytes:
+        remedy = f"Give it at least {least_budget(least)}"
+    else:
+        size = f"{-(-least // (1 << 20))}MiB"
+        told = worded(f"Machine.describe({size!r})", f"--device {size}")
+        remedy = f"Describe a device with at least {format_bytes(least)} ({told})"
     return NoPlanFits(
         f"no plan fits the budget of {format_bytes(device.budget_bytes)}: {what} is predicted to need"
-        f" {format_bytes(peak_bytes)}{reserve}{at}. Give it at least {least_budget(least)}{more}",
+        f" {format_bytes(peak_bytes)}{reserve}{at}. {remedy}{more}",
         least_bytes=least,
     )
 

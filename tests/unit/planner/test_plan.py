@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -200,6 +201,16 @@ def test_when_nothing_fits_the_least_memory_is_named_and_is_enough():
     assert ab.plan(deep_task(), memory=least).choice.micro_batch == 1
     with pytest.raises(ab.NoPlanFits):
         ab.plan(deep_task(), memory=least - MIB // 4)
+
+
+def test_for_a_described_device_that_is_too_small_a_larger_one_is_named():
+    with pytest.raises(ab.NoPlanFits, match="Describe a device with at least") as caught:
+        ab.plan(deep_task(), ab.Machine.describe("64MiB"))
+    named = re.search(r"\(Machine\.describe\('(\d+MiB)'\)\)", str(caught.value))
+    assert named is not None
+    assert ab.plan(deep_task(), ab.Machine.describe(named[1])).choice.micro_batch
+    with pytest.raises(ab.NoPlanFits, match=r"Give it at least .* \(memory="):
+        ab.plan(deep_task(), ab.Machine.describe("24GiB"), memory="64MiB")
 
 
 def test_the_notice_of_a_ghost_batch_nobody_chose():
