@@ -66,6 +66,9 @@ def limit(row: Scaled, rows: Sequence[Scaled]) -> str:
     excess = {part: s - ideal * first.parts.get(part, 0.0) for part, s in row.parts.items()}
     most = max(excess, key=excess.__getitem__)
     if excess[most] <= _NOT_MUCH * row.step_seconds:
+        more = [r.step_seconds for r in rows if r.step_seconds and r.ranks > row.ranks]
+        if more and min(more) >= row.step_seconds:
+            return "nothing so far, but none of the larger numbers shortens it"
         return "nothing so far: more devices would shorten it"
     return _told(most, row.parts[most] / row.step_seconds, _BUSY if most == COMPUTING else "")
 

@@ -133,3 +133,6 @@ def test_a_device_that_is_not_kept_busy_is_named():
         Scaled(8, 1.0, {COMPUTING: 0.7, EXCHANGE: 0.2, UPDATE: 0.1}),
     ]
     assert limit(rows[1], rows).startswith("computing, 70% of a step: a rank's part of the batch")
+    assert limit(rows[0], rows) == "nothing so far, but none of the larger numbers shortens it"
+    rows.append(Scaled(16, 0.9, {COMPUTING: 0.9}))
+    assert limit(rows[0], rows) == "nothing so far: more devices would shorten it"
