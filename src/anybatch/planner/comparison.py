@@ -113,6 +113,8 @@ def rejected_after(plan: Plan, choice: Choice, reason: str) -> tuple[Candidate, 
             other = one.choice.model_copy(update={"micro_batch": choice.micro_batch})
             if one.choice.micro_batch > choice.micro_batch and choice.trains_like(other):
                 why = "is larger than what fitted in the rehearsal"
+            elif (faster := seconds / max(one.step_seconds, 1e-12)) > SAME_TIME:
+                why = f"fits, but was not rehearsed; predicted to be {1 - 1 / faster:.0%} faster"
             found.append(one.model_copy(update={"reason": why}))
         else:
             found.append(one)

@@ -180,6 +180,8 @@ def test_the_reasons_are_those_of_the_choice_that_was_taken():
     choices = [plan.choice.model_copy(update={"micro_batch": size}) for size in (32, 8, 12, 4)]
     facts = [(95, 0.9, "fits, but ..."), (50, 1.2, "fits, but ..."), (70, 1.1, "fits, but ..."),
              (30, 2.4, "fits, but ...")]  # fmt: skip
+    choices.append(choices[-1].model_copy(update={"recompute": BLOCKS}))
+    facts.append((80, 0.9, "fits, but ..."))
     rejected = [
         Candidate(choice=choice, peak_bytes=mebibytes << 20, step_seconds=seconds, reason=reason)
         for choice, (mebibytes, seconds, reason) in zip(choices, facts, strict=True)
@@ -187,7 +189,8 @@ def test_the_reasons_are_those_of_the_choice_that_was_taken():
     plan = plan.model_copy(update={"rejected": tuple(rejected)})
     found, _ = rehearsed(plan, lambda choice: choice.micro_batch * 11 << 20, task)
     assert found.choice.micro_batch == 8
-    told = {one.choice.micro_batch: one.reason for one in found.rejected}
+    assert found.rejected[-1].reason == "fits, but was not rehearsed; predicted to be 25% faster"
+    told = {one.choice.micro_batch: one.reason for one in found.rejected[:-1]}
     larger = "is larger than what fitted in the rehearsal"
     assert told == {
         16: "needed more memory in the rehearsal than the budget leaves",
