@@ -69,6 +69,9 @@ _SHARED_HOMES = frozenset(
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
 """Hooks and flags of any module: restored with the module's dict, but not searched."""
 
+_OF_TORCH = frozenset(vars(nn.Module()))
+_CONTAINERS = tuple, frozenset, list, set, deque, dict
+
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 """Types of random number generators."""
 
@@ -105,15 +108,24 @@ def generators_in(*functions: object) -> list[Any]:
     return _Notes(functions, aside=False, but=(), copies=False).generators
 
 
-def code_of(model: nn.Module) -> list[object]:
-    """Code that passes of `model` run and that is not part of its state: the classes of its modules,
-    and the hooks on them."""
+def used_by(model: nn.Module) -> list[object]:
+    """What passes of `model` use that is neither a module nor a parameter or buffer: the classes of its
+    modules, the hooks on them, and the values in their attributes that may be changed in place
+    (containers, tensors, objects of the user's classes)."""
     found: dict[int, object] = {}
     for module in model.modules():
         hooks = (getattr(module, name, None) or {} for name in _HOOKS)
-        for one in (type(module), *(hook for each in hooks for hook in each.values())):
+        kept = (value for name, value in vars(module).items() if name not in _OF_TORCH)
+        held = (value for value in kept if type(value) not in _ATOMS and not _is_foreign(value))
+        for one in (type(module), *(hook for each in hooks for hook in each.values()), *held):
             found[id(one)] = one
     return list(found.values())
+
+
+def _is_foreign(value: Any) -> bool:
+    """Whether `value` is an object of a library, other than a container or a tensor."""
+    is_plain = isinstance(value, (*_CONTAINERS, Tensor, np.ndarray))
+    return not is_plain and _is_of_library(str(type(value).__module__))
 
 
 @contextmanager

@@ -122,7 +122,7 @@ from anybatch.process.cuda_driver import take_workspaces
 from anybatch.process.threads import Reminder
 from anybatch.rank import REHEARSED_PASSES
 from anybatch.rank.rehearsing import Rehearsing, new_state_bytes
-from anybatch.side_effects import code_of
+from anybatch.side_effects import used_by
 from anybatch.task import (
     JointLoss,
     LossFunction,
@@ -1032,7 +1032,7 @@ class Step:
             build_model=outline.build,
             make_optimizer=outline.optimizer_on,
             loss=self._loss,
-            users=tuple(code_of(self._model)),
+            users=tuple(used_by(self._model)),
             optimizer=optimizer_options(self._optimizer),
             template=batch,
             num_valid=0,

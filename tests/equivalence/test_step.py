@@ -76,6 +76,29 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+class Counting(Net):
+    """Keeps what it has seen, as metrics do."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.totals, self.count = [], {"seen": 0}, torch.zeros(1)
+
+    def forward(self, x):
+        self.sizes.append(len(x))
+        self.totals["seen"] += len(x)
+        self.count += len(x)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("options", [{"micro_batch": 4, "ghost_batch": 4}, {}])
+def test_what_a_model_keeps_is_of_the_samples_of_steps_alone(options):
+    model = Counting()
+    with ab.Step(model, sgd(model), loss, verbose=False, **options) as step:
+        for seed in range(3):
+            step(batch_of(16, seed))
+    assert (sum(model.sizes), model.totals, model.count.item()) == (48, {"seen": 48}, 48)
+
+
 @pytest.mark.parametrize("micro_batch", [4, 8, 32, None])
 @pytest.mark.parametrize("recompute", [None, Recompute(blocks=("body",))])
 def test_batches_of_any_size_give_the_result_of_the_plain_loop(micro_batch, recompute):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.compute.joint import Joint
-from anybatch.side_effects import untouched
+from anybatch.side_effects import untouched, used_by
 
 STEPS = 0
 KEPT: list[int] = []
@@ -301,6 +301,21 @@ def test_what_others_see_to_is_passed_over() -> None:
         model(torch.ones(2, 3).double()).sum().backward()
         assert model[0].weight.grad is not None
     assert model[0].weight.grad is not None
+
+
+@dataclass
+class Meter:
+    count: int = 2
+
+
+def test_what_modules_keep_in_containers_tensors_and_objects_is_used_by_the_model() -> None:
+    model = net()
+    model[0].seen, model[0].sums, model[0].meter = [1], torch.ones(1), Meter()
+    with untouched(*used_by(model), but=[*model.modules(), *model.parameters()]):
+        model[0].seen.append(2)
+        model[0].sums += 1
+        model[0].meter.count += 1
+    assert (model[0].seen, model[0].sums, model[0].meter.count) == ([1], 1, 2)
 
 
 def test_larger_tensors_are_not_copied_but_bound_again() -> None:

@@ -58,7 +58,7 @@ from anybatch.data.batch_copies import copied
 from anybatch.data.batch_slices import map_leaves, samples_left
 from anybatch.data.generators import seed_by
 from anybatch.plans import Choice, KernelChoices
-from anybatch.side_effects import code_of, untouched
+from anybatch.side_effects import untouched, used_by
 from anybatch.task import JointLoss, Loss, LossFunction, parameters_in
 
 _FEW = 4
@@ -260,7 +260,7 @@ class Replica:
         model's code and hooks keep. The caller has to restore parameters, buffers and gradients."""
         model = self.model
         own = (*model.modules(), *model.parameters(), *model.buffers(), *self.parameters)
-        return untouched(self.loss_as_given, *code_of(model), aside=True, but=own)
+        return untouched(self.loss_as_given, *used_by(model), aside=True, but=own)
 
     @property
     def kernels(self) -> KernelChoices:

@@ -53,7 +53,7 @@ from anybatch.estimate.samples import Samples, padded_of, samples_of, template_o
 from anybatch.estimate.sharding import Division, Sums
 from anybatch.machine import Device
 from anybatch.plans import TaskIdentity
-from anybatch.side_effects import code_of, untouched
+from anybatch.side_effects import untouched, used_by
 from anybatch.task import JointLoss, LossFunction, Task, parameters_in
 
 T = TypeVar("T")
@@ -263,7 +263,7 @@ def subject_of(task: Task) -> Subject:
         build_model=lambda: into_training(build()),
         make_optimizer=lambda model: unhooked(optimizer_for(task, model)),
         loss=task.loss,
-        users=(task.optimizer, task.parameters, *code_of(model)),
+        users=(task.optimizer, task.parameters, *used_by(model)),
         optimizer=_optimizer_options(task, model),
         template=template,
         num_valid=_num_valid(task),
