@@ -1304,6 +1304,12 @@ def _check_unwrapped(model: nn.Module) -> None:
             f"the model is wrapped in {type(model).__name__}, which divides batches or adds up"
             " gradients itself, and Step does both: pass model.module."
         )
+    if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
+        raise InputError(
+            f"a part of the model ({type(model).__name__}) is wrapped in DistributedDataParallel (by"
+            " setup of Lightning's Fabric, say), which adds up gradients itself, as Step does: pass the"
+            " model as it was before that."
+        )
     if any(hasattr(p, "full_tensor") for p in model.parameters()):
         raise InputError(
             "the model is sharded (its parameters are DTensors), and Step keeps a whole model on each"

@@ -513,10 +513,12 @@ def test_a_first_call_without_any_samples(crew):
 def wrapped(rank, size):
     model = nn.parallel.DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    try:
-        ab.Step(model, optimizer, loss)
-    except ab.InputError as error:
-        told = str(error)
+    told = ""
+    for given in (model, nn.Sequential(model)):  # Lightning's Fabric wraps it once more
+        try:
+            ab.Step(given, optimizer, loss)
+        except ab.InputError as error:
+            told += str(error)
     with ab.Step(model.module, optimizer, loss) as step:  # as the remedy says
         step(cut(0, (3, 5), rank))
     dist.barrier()
@@ -527,6 +529,7 @@ def test_a_model_that_is_wrapped_already(crew):
     (told, first), (_, second) = crew(2, wrapped)
     assert "is wrapped in DistributedDataParallel" in told
     assert "pass model.module" in told
+    assert "a part of the model (Sequential) is wrapped in DistributedDataParallel" in told
     assert all(torch.equal(first[name], second[name]) for name in first)
     with pytest.raises(ab.InputError, match=r"wrapped in DataParallel.*pass model\.module"):
         ab.Step(nn.DataParallel(nn.Linear(1, 1)), None or torch.optim.SGD([torch.ones(1)]), loss)
