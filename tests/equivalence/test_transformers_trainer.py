@@ -417,6 +417,23 @@ def test_arguments_that_say_the_same_twice_are_refused(options: Any, said: str, 
         trainer(tmp_path, **options)
 
 
+class Doubled(transformers.Trainer):
+    def training_step(self, *args: Any) -> Any:
+        return 2 * super().training_step(*args)
+
+
+class Prepared(transformers.Trainer):
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return {**super()._prepare_inputs(inputs), "position_ids": None}
+
+
+@pytest.mark.parametrize("base", [Doubled, Prepared])
+def test_a_trainer_whose_overrides_would_not_be_called_is_refused(base: Any, tmp_path: Any):
+    kind: Any = type("Own", (AnyBatch, base), {})
+    with pytest.raises(InputError, match=f"{base.__name__} overrides .*, which is not called"):
+        kind(seeded_llama(), arguments(tmp_path), global_batch=BATCH)
+
+
 def test_trl_trains_as_exactly(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("datasets")
     trl = pytest.importorskip("trl")

@@ -72,7 +72,8 @@ class AnyBatch(_Host):
             the padding that they have.
         args, kwargs: arguments of the `Trainer`.
 
-    Raises `InputError` if arguments of the `Trainer` also set the batch, or divide the model; and while
+    Raises `InputError` if arguments of the `Trainer` also set the batch, or divide the model; if the
+    `Trainer` overrides what is not called here, as those do that generate samples (GRPO); and while
     training, if the collator makes several rows of a sample and `slice_batch` is not given: which rows
     belong together is not known. In `trl.DPOTrainer` and `trl.RewardTrainer`, a batch consists of all
     chosen rows, then of all rejected rows:
@@ -98,6 +99,7 @@ class AnyBatch(_Host):
     ) -> None:
         check_count(global_batch, "global_batch")
         check_cutting(count_samples, slice_batch)
+        _check_called(type(self))
         self.global_batch = global_batch
         self._options: Any = {"memory": memory, "micro_batch": micro_batch, "sinks": sinks}
         self._step: Step | None = None
@@ -249,6 +251,23 @@ class AnyBatch(_Host):
         mean: Any = self.compute_loss(model, dict(inputs), num_items_in_batch=items.clamp(min=1))
         mean = mean.where(items.to(mean.device) > 0, 0.0)  # a mean over no items may be NaN
         return Loss(mean * items, items)
+
+
+def _check_called(kind: type) -> None:
+    """Raises `InputError` if a base of `kind` behind `AnyBatch` overrides a method of the `Trainer`
+    that `AnyBatch` does not call."""
+    for base in kind.__mro__[kind.__mro__.index(AnyBatch) + 1 :]:
+        home = base.__module__.partition(".")[0]
+        if home == "transformers":
+            return
+        # The steps of TRL's trainers measure time, and offload what the plan has room for.
+        for name in ("_prepare_inputs", *(("training_step",) if home != "trl" else ())):
+            if name in vars(base):
+                raise InputError(
+                    f"{base.__name__} overrides {name}, which is not called, since AnyBatch cuts each"
+                    " batch and runs its passes: put what it does into compute_loss or the data"
+                    " collator. Trainers that generate their samples (GRPO, RLOO) cannot be used."
+                )
 
 
 class _Updated(AcceleratedOptimizer):
