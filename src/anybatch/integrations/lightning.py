@@ -4,21 +4,24 @@
     trainer.fit(module, loader)
 
 The loader yields one batch per optimizer step, this rank's share of the global batch. A `Step` calls
-`training_step` for each micro-batch of it. When `on_after_backward` and later hooks are called,
-gradients are those of the whole batch, clipped once, and the update has already been made.
+`training_step` for each micro-batch of it. `on_after_backward`, `on_before_optimizer_step` and
+`configure_gradient_clipping` are called right before the update, with the gradient of the whole batch.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from anybatch.compute.ghost_norm import batch_norms
 from anybatch.data import batch_size
 from anybatch.errors import InputError
 from anybatch.events import Sink
@@ -27,7 +30,10 @@ from anybatch.step import Step
 from anybatch.task import Loss
 from anybatch.units import check_count
 
+_LIGHTNING: Any = import_module("lightning.pytorch")
+_CALLBACKS: Any = import_module("lightning.pytorch.callbacks")
 ClosureResult: Any = import_module("lightning.pytorch.loops.optimization.automatic").ClosureResult
+is_overridden: Any = import_module("lightning.pytorch.utilities.model_helpers").is_overridden
 
 if TYPE_CHECKING:  # checks run without Lightning
 
@@ -47,6 +53,18 @@ else:
 
 _REMEDY = " In Lightning, count_items says what the loss is a mean over."
 _PRECISIONS = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
+_LOG_OPTIONS = [*inspect.signature(_LIGHTNING.LightningModule.log).parameters][3:]
+"""Names of the arguments of `self.log` after name and value."""
+
+_EXTREMES: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    **dict.fromkeys(("max", torch.max), torch.maximum),
+    **dict.fromkeys(("min", torch.min), torch.minimum),
+}
+_SUMS = "sum", torch.sum
+_NOT_LEFT = (
+    "the strategy AnyBatch makes each update by itself, of the whole global batch, which the trainer,"
+    " the module or a callback does not leave to it: {}."
+)
 
 
 class AnyBatch(DDPStrategy):
@@ -56,7 +74,9 @@ class AnyBatch(DDPStrategy):
     The last batch of an epoch contains the remaining samples. Loaders of an `IterableDataset` or with a
     custom batch sampler have to yield the batches of this rank, which are not changed.
 
-    Values that `training_step` logs with `self.log` are logged once per step, as means over all ranks.
+    Values that `training_step` logs with `self.log` are logged once per step, as means over all items
+    of the global batch, or reduced by `reduce_fx` if that is "sum", "max" or "min". The value per step
+    of a torchmetrics metric is that of the last micro-batch; that per epoch is over all samples.
 
     Args:
         global_batch: samples per optimizer step, over all ranks.
@@ -66,8 +86,8 @@ class AnyBatch(DDPStrategy):
         micro_batch, sinks: see `Step`.
         options: options of `DDPStrategy`.
 
-    Raises `InputError` in `fit` if the trainer accumulates gradients or clips by value, or if the
-    module optimizes manually.
+    Raises `InputError` in `fit` if the trainer or a callback accumulates gradients, or if the module
+    optimizes manually, overrides `backward`, or runs the closure of a step without the update.
     """
 
     strategy_name = "anybatch"
@@ -89,9 +109,11 @@ class AnyBatch(DDPStrategy):
         self._count_items = count_items or batch_size
         self._step: Step | None = None
         self._cut = PaddingCut()
-        self._logged: dict[str, tuple[Any, dict[str, Any]]] = {}
+        self._logged: dict[str, Any] = {}
+        self._log_options: dict[str, dict[str, Any]] = {}
         self._beside: dict[str, Any] = {}
         self._gradients: list[Tensor | None] = []
+        self._is_update_due = False
 
     # --------------------------------------------------------------------- called by Lightning
 
@@ -107,22 +129,35 @@ class AnyBatch(DDPStrategy):
         super().setup(trainer)
         if not self._trains:
             return
-        module = self.lightning_module
+        module, callbacks = self.lightning_module, trainer.callbacks
+        averages = _CALLBACKS.StochasticWeightAveraging
         for said, remedy in (
             (trainer.accumulate_grad_batches != 1, "leave accumulate_grad_batches out"),
-            (trainer.gradient_clip_algorithm == "value", "clip by norm"),
             (not module.automatic_optimization, "call anybatch.Step in training_step instead"),
+            (is_overridden("backward", module), "leave out backward of the module"),
+            (
+                any(isinstance(one, _CALLBACKS.GradientAccumulationScheduler) for one in callbacks),
+                "leave GradientAccumulationScheduler out",
+            ),
+            (
+                any(isinstance(one, averages) for one in callbacks) and any(batch_norms(module)),
+                "use EMAWeightAveraging: StochasticWeightAveraging passes once more, for BatchNorm",
+            ),
         ):
             if said:
-                raise InputError(
-                    "the strategy AnyBatch makes each update by itself, of the whole global batch,"
-                    f" which the trainer or the module does not leave to it: {remedy}."
-                )
+                raise InputError(_NOT_LEFT.format(remedy))
 
     def process_dataloader(self, dataloader: Any) -> Any:
         loader = super().process_dataloader(dataloader)
-        if not self._trains or type(getattr(loader, "batch_sampler", None)) is not BatchSampler:
+        is_plain = type(getattr(loader, "batch_sampler", None)) is BatchSampler
+        if not self._trains or not is_plain or isinstance(loader.dataset, IterableDataset):
             return loader
+        if getattr(loader.sampler, "num_replicas", 1) > 1:
+            raise InputError(
+                f"the training loader has a {type(loader.sampler).__name__}, which leaves this rank"
+                " samples for batches of its own, and the strategy AnyBatch divides each global batch:"
+                " leave the sampler out, or give a batch_sampler that yields the batches of this rank."
+            )
         whole = BatchSampler(loader.sampler, self.global_batch, loader.drop_last)
         return DataLoader(
             loader.dataset,
@@ -139,16 +174,33 @@ class AnyBatch(DDPStrategy):
         )
 
     def training_step(self, batch: Any, *args: Any) -> dict[str, Any]:
+        if not self._is_update_due:
+            raise InputError(
+                _NOT_LEFT.format(
+                    "the closure of this step is run without optimizer.step(closure=closure), because"
+                    " the module overrides optimizer_step, or a callback accumulates gradients"
+                )
+            )
         step = self._step = self._step or self._make_step()
         self._place = args
         self._cut.expect(batch)
         self._logged.clear()
         outcome = step(None if isinstance(batch, tuple) and not batch else batch)
         self._gradients = [p.grad for p in self.lightning_module.parameters()]
-        for name, (value, options) in self._logged.items():
-            size = max(1, round(outcome.weight))
-            options = {"batch_size": size, "sync_dist": self.world_size > 1, **options}
-            self.lightning_module.log(name, outcome.metrics.get(name, value), **options)
+        # In the same order on all ranks, also on one that has no samples in this step.
+        for name in {**outcome.metrics, **self._logged}:
+            options = {
+                **self._log_options.get(name, {}),
+                "batch_size": max(1, round(outcome.weight)),
+            }
+            value = outcome.metrics.get(name)
+            if value is None:
+                value = self._logged[name]
+            else:
+                options["sync_dist"] = self.world_size > 1
+                if options.get("reduce_fx") in _SUMS:  # the ranks are added up
+                    value *= outcome.weight / self.world_size
+            self.lightning_module.log(name, value, **options)
         loss = torch.tensor(outcome.loss, device=self.root_device)
         return {**self._beside, "loss": loss}
 
@@ -159,18 +211,22 @@ class AnyBatch(DDPStrategy):
         for parameter, gradient in zip(module.parameters(), self._gradients, strict=True):
             parameter.grad = gradient
         self._gradients = []
-        return self.precision_plugin.post_backward(closure_loss, module)
+        return closure_loss.detach()
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        module = model or self.lightning_module
-        return self.precision_plugin._wrap_closure(module, optimizer, closure)
+        self._is_update_due = True
+        try:
+            return closure()
+        finally:
+            self._is_update_due = False
 
     def teardown(self) -> None:
         if self._step is not None:
             self._step.close()
             self._step = None
+            self._hook.remove()
         super().teardown()
 
     # -------------------------------------------------------------------------- called by Step
@@ -180,18 +236,25 @@ class AnyBatch(DDPStrategy):
         module = self.lightning_module
         return module is not None and bool(module.trainer.training)
 
+    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
+        """Calls the hooks that read or change the gradient, and clips it."""
+        module = self.lightning_module
+        self.precision_plugin.post_backward(torch.zeros(()), module)
+        self.precision_plugin._after_closure(module, optimizer)
+
     def _make_step(self) -> Step:
-        return Step(
+        step = Step(
             self.lightning_module,
             self.optimizers[0],
             presented_as(type(self.lightning_module).training_step, self._loss, _REMEDY),
             precision=_PRECISIONS.get(self.precision_plugin.precision, "fp32"),
-            clip_norm=self.lightning_module.trainer.gradient_clip_val or None,
             keep_grad=True,  # hooks may read it
             count_samples=batch_size,
             slice_batch=self._cut,
             **self._options,
         )
+        self._hook = self.optimizers[0].register_step_pre_hook(self._before_update)
+        return step
 
     def _loss(self, module: nn.Module, batch: Any) -> Loss:
         """Returns the module's loss of one micro-batch, as a sum over its items, with the logged
@@ -199,9 +262,16 @@ class AnyBatch(DDPStrategy):
         items, metrics = self._count_items(batch), {}
 
         def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-            self._logged[name] = value, options
-            if isinstance(value, Tensor | float | int):
-                metrics[name] = (torch.as_tensor(value).detach() * items, items)
+            options |= dict(zip(_LOG_OPTIONS, args, strict=False))
+            fx, before = options.get("reduce_fx"), self._logged.get(name)
+            self._log_options[name] = options
+            if isinstance(value, Tensor | Number):
+                value = torch.as_tensor(value).detach()
+                if fx in _EXTREMES:
+                    value = value if before is None else _EXTREMES[fx](before, value)
+                else:
+                    metrics[name] = (value if fx in _SUMS else value * items, items)
+            self._logged[name] = value
 
         own: Any = module
         own.log = log
