@@ -209,7 +209,7 @@ def run(text: str, folder: Path, devices: int, *others: str) -> list[Any]:
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(devices)]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_every_update_is_that_of_the_whole_batch(devices: int, tmp_path: Path):
     found, *others = fit(tmp_path, devices)
     first = seeded_llama()
@@ -229,6 +229,7 @@ def test_every_update_is_that_of_the_whole_batch(devices: int, tmp_path: Path):
     assert found["evaluated"] == 8 // devices
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path):
     [whole] = fit(tmp_path, 1, max_steps=2 * STEPS)
     [checkpoint] = tmp_path.glob(f"*step={STEPS}.ckpt")
