@@ -1,8 +1,10 @@
-"""Memory that is refused when the ranks have agreed on a step ends the rank, and nobody waits: the run
-goes on from its last checkpoint."""
+"""What fails when the ranks have agreed on a step ends the rank, and nobody waits: the run goes on from
+its last checkpoint."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,33 @@ def test_the_error_tells_where_and_what_helps():
             next(steps)
         with pytest.raises(RankLost, match=rf"in the update of step {STEP}, .*last checkpoint"):
             next(steps)
+
+
+@pytest.mark.parametrize("hook", ["register_step_pre_hook", "register_step_post_hook"])
+def test_an_update_that_an_error_has_cut_short_is_not_saved(tmp_path: Path, hook: str):
+    """The hook may have failed on this rank alone, so the others are not asked to save either."""
+
+    def optimizer(params):
+        made, updates = torch.optim.SGD(params, lr=0.1, momentum=0.9), count(1)
+
+        def fail(*_):
+            if next(updates) == STEP and fails:
+                raise ValueError("in a hook")
+
+        getattr(made, hook)(fail)
+        return made
+
+    task = replace(task_of(refuses=False), optimizer=optimizer)
+    options = {"plan": plan_for(task, 4), "progress": False}
+    fails = True
+    with pytest.raises(ValueError, match="in a hook"):
+        ab.train(task, out=tmp_path / "run", checkpoint_every=SAVED, **options)
+    fails = False
+    resumed = ab.train(task, out=tmp_path / "run", resume=True, **options)
+    expected = ab.train(task, **options)
+    assert resumed.ended.steps == expected.ended.steps
+    for one, other in zip(resumed.model.parameters(), expected.model.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.nightly

@@ -126,7 +126,8 @@ class Transactions:
         self.failed_together: bool = False
         self._index = 0
         self._step = 0  # number of the last step that was run; 0: none
-        self._has_voted = self._is_applied = False  # in the current attempt
+        # In the current attempt:
+        self._has_voted = self._is_updating = self._is_applied = False
 
     @property
     def plan(self) -> Plan:
@@ -233,7 +234,7 @@ class Transactions:
             self._put_back()
             failure = as_memory_failure(error)
             alone = self._group.diverges or isinstance(error, PeerLost) or failure is not None
-            together = self._has_voted and not self._is_applied
+            together = self._has_voted and not self._is_updating
             self.failed_together = together and isinstance(error, Exception) and not alone
             if failure is None:
                 raise
@@ -250,7 +251,7 @@ class Transactions:
         begun = time.perf_counter()
         replica, group, buffers = self._replica, self._group, self._buffers
         buffers.forget()  # until this attempt has saved them, there is nothing to restore
-        self._is_applied = self._has_voted = False
+        self._has_voted = self._is_updating = self._is_applied = False
         self._staging.joint.begin()
         try:
             group.expect(staged.source.num_samples)
@@ -330,6 +331,7 @@ class Transactions:
             warn_of_no_gradient(replica.loss_as_given, self._step)
         self._randomness.begin_update(self._index)
         before_update()
+        self._is_updating = True  # an error may be that of one rank, and leave half an update
         if replica.apply():
             room.has_updated = self._is_applied = True
             self._group.committed(replica)
@@ -343,6 +345,7 @@ class Transactions:
                 part_weight=means.part_weight,
                 part_grad_norm=means.part_grad_norm,
             )
+        self._is_updating = False
         assert scale is not None
         self._put_back()
         after = replica.loss_scale or 0.0
