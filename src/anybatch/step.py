@@ -364,6 +364,7 @@ class Step:
             self._check_joined()
             if self._engine is None:
                 self._begin(batch)
+            self._check_same_course()
             done, num_passes, anew = None, 0, self._begin_anew
             try:
                 done, num_passes = self._done(batch)
@@ -931,6 +932,31 @@ class Step:
         }
         same_on_all(group, mine, "let all ranks run the same script with the same options")
 
+    def _check_same_course(self) -> None:
+        """Raises `InputError` if the script has changed learning rates or weights on some ranks only,
+        or optimizer states were not the same at the beginning. Checked before the first step, and after
+        steps 1, 2, 4, 8, ..."""
+        group, done = self._group, self._num_steps
+        if group.size == 1 or done & (done - 1):
+            return
+        groups = self._optimizer.param_groups
+        rates = [float(one["lr"]) for one in groups if "lr" in one]
+        norms = [_norm(param) for param in parameters_in(groups)]
+        everyone = group.exchange((rates, norms))
+        for rank, (theirs, lengths) in enumerate(everyone):
+            where = f"of rank 0 and rank {rank} differ before step {step_number(done)}"
+            for one, other in zip(everyone[0][0], theirs, strict=False):
+                if one != other:
+                    raise InputError(
+                        f"the learning rates {where} ({one:g} and {other:g}): let each scheduler step"
+                        " on all ranks, by a value that is the same on all, as from step.evaluate."
+                    )
+            if not all(map(_is_close, everyone[0][1], lengths)):
+                raise InputError(
+                    f"the weights {where}: change and load them on all ranks alike, and so the state of"
+                    " the optimizer."
+                )
+
     def _first_plan(self, batch: Any) -> Plan | None:
         """A plan for this rank's part; None if it is empty."""
         size = 0 if batch is None else self._cutting.count(batch)
@@ -1272,6 +1298,17 @@ def _ladder(plan: Plan) -> list[Choice]:
     return choices
 
 
+def _norm(param: torch.Tensor) -> float:
+    """The 2-norm of `param`, summed in float32 at least."""
+    dtype = torch.promote_types(param.dtype, torch.float32)
+    return float(torch.linalg.vector_norm(param.detach(), dtype=dtype))
+
+
+def _is_close(one: float, other: float) -> bool:
+    """Whether two norms agree as far as those of ranks with different devices do."""
+    return math.isclose(one, other, rel_tol=1e-3) or (math.isnan(one) and math.isnan(other))
+
+
 def _num_joined() -> int:
     """Number of ranks in torch's process group; 1 if there is none."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -1304,12 +1341,14 @@ def _check_unwrapped(model: nn.Module) -> None:
             f"the model is wrapped in {type(model).__name__}, which divides batches or adds up"
             " gradients itself, and Step does both: pass model.module."
         )
-    if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
-        raise InputError(
-            f"a part of the model ({type(model).__name__}) is wrapped in DistributedDataParallel (by"
-            " setup of Lightning's Fabric, say), which adds up gradients itself, as Step does: pass the"
-            " model as it was before that."
-        )
+    for name, part in model.named_modules():
+        if isinstance(part, DistributedDataParallel):
+            raise InputError(
+                f"the module {name!r} of the model is wrapped in DistributedDataParallel, which divides"
+                " the gradients of its part by the number of ranks, and Step adds them up: put"
+                " its .module in its place, or pass the model as it was before that (before setup of"
+                " Lightning's Fabric, say)."
+            )
     if any(hasattr(p, "full_tensor") for p in model.parameters()):
         raise InputError(
             "the model is sharded (its parameters are DTensors), and Step keeps a whole model on each"

@@ -500,6 +500,35 @@ def test_ranks_that_train_differently_are_told_apart(crew, options, words):
     assert isinstance(caught.value.error, ab.InputError)
 
 
+def going_apart(rank, size, change):
+    """Rank 1 alone changes something after two steps. What is raised in the third."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ab.Step(model, optimizer, loss) as step:
+        for number in range(2):
+            step(samples(number, 4))
+        if rank == 1 and change == "rate":
+            torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5)
+        if rank == 1 and change == "weights":
+            model.load_state_dict(Net(seed=1).state_dict())
+        with pytest.raises(ab.InputError) as raised:
+            step(samples(2, 4))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("rate", "the learning rates of rank 0 and rank 1 differ before step 3 (0.1 and 0.05)"),
+        ("weights", "the weights of rank 0 and rank 1 differ before step 3"),
+    ],
+)
+def test_what_a_script_has_changed_on_one_rank_alone_is_told(crew, change, words):
+    told, other = crew(2, going_apart, change)
+    assert told == other
+    assert words in told
+
+
 def nobody_has_samples(rank, size):
     model = Net()
     ab.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)(None)
@@ -513,23 +542,25 @@ def test_a_first_call_without_any_samples(crew):
 def wrapped(rank, size):
     model = nn.parallel.DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    told = ""
-    for given in (model, nn.Sequential(model)):  # Lightning's Fabric wraps it once more
-        try:
-            ab.Step(given, optimizer, loss)
-        except ab.InputError as error:
-            told += str(error)
+    try:
+        ab.Step(model, optimizer, loss)
+    except ab.InputError as error:
+        told = str(error)
+    try:
+        ab.Step(nn.Sequential(nn.Identity(), model), optimizer, loss)
+    except ab.InputError as error:
+        inside = str(error)
     with ab.Step(model.module, optimizer, loss) as step:  # as the remedy says
         step(cut(0, (3, 5), rank))
     dist.barrier()
-    return told, model.module.state_dict()
+    return told, inside, model.module.state_dict()
 
 
 def test_a_model_that_is_wrapped_already(crew):
-    (told, first), (_, second) = crew(2, wrapped)
+    (told, inside, first), (_, _, second) = crew(2, wrapped)
     assert "is wrapped in DistributedDataParallel" in told
     assert "pass model.module" in told
-    assert "a part of the model (Sequential) is wrapped in DistributedDataParallel" in told
+    assert "module '1' of the model is wrapped in DistributedDataParallel" in inside
     assert all(torch.equal(first[name], second[name]) for name in first)
     with pytest.raises(ab.InputError, match=r"wrapped in DataParallel.*pass model\.module"):
         ab.Step(nn.DataParallel(nn.Linear(1, 1)), None or torch.optim.SGD([torch.ones(1)]), loss)
