@@ -163,8 +163,9 @@ def follow(path: str | os.PathLike[str], sinks: Sequence[Sink]) -> Iterator[None
     with little delay. At the end of the block, all events in the log have been passed. The log need
     not exist yet.
 
-    Sinks are called in a separate thread. An exception raised by a sink is raised at the end of the
-    block, except for `StopTraining`, which `Ending` raises in the training process.
+    Sinks are called in a separate thread. If one raises an exception, `Ending` raises `StopTraining`
+    in the training process, and the exception is raised at the end of the block unless it is
+    `StopTraining` too.
     """
     if not sinks:
         yield
@@ -197,3 +198,6 @@ def _follow(path: Path, sinks: Sequence[Sink], ended: threading.Event) -> None:
                     sink(event)
                 except StopTraining:
                     _ending(path).touch()
+                except BaseException:
+                    _ending(path).touch()  # nobody would see the rest of the run
+                    raise

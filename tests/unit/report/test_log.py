@@ -21,11 +21,11 @@ from tests.unit.report.fake_run import (
 )
 from tests.unit.report.nearly_full import NearlyFull
 
-from anybatch.errors import InputError
+from anybatch.errors import InputError, StopTraining
 from anybatch.events import Event, from_json, to_json
 from anybatch.report import EventLog, follow, read
 from anybatch.report.folder import last_plan, run_folder
-from anybatch.report.log import iterate
+from anybatch.report.log import Ending, iterate
 from anybatch.report.record import Record
 
 
@@ -73,6 +73,25 @@ def test_a_follower_passes_over_a_torn_line_that_is_cut_off_later(
         with EventLog(path) as log:
             log(make_step(2))
     assert same(given, [make_start(), make_step(1), make_step(2)])
+
+
+def test_a_sink_that_fails_ends_the_run_that_it_follows(tmp_path: Path):
+    def fail(event: Event) -> None:
+        raise ValueError("broken")
+
+    def train(log: EventLog, steps: int) -> None:
+        for step in range(1, steps):
+            log(make_step(step))
+            Ending(log.path)(make_step(step))
+            time.sleep(0.01)
+
+    with (
+        EventLog(tmp_path / "events.jsonl") as log,
+        pytest.raises(ValueError, match="broken"),
+        follow(log.path, [fail]),
+        pytest.raises(StopTraining),
+    ):
+        train(log, steps=3000)
 
 
 def test_a_torn_last_line_is_dropped(tmp_path: Path):
