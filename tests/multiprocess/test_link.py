@@ -16,6 +16,7 @@ import anybatch as ab
 from anybatch.errors import PeerLost, RankLost
 from anybatch.machine import Machine
 from anybatch.parallel import link as measuring
+from anybatch.plans import Link
 from anybatch.process.process_memory import status, trim
 from anybatch.runs import planning
 
@@ -36,6 +37,21 @@ def test_all_ranks_get_one_plan_with_the_link_that_they_measured(crew, size):
     assert link is not None
     assert link.measured
     assert dict(plans[0].explain())["link"].startswith("measured when the ranks joined: ")
+
+
+def over_links(rank, size, speeds):
+    """The speeds in the plans of runs that measured these."""
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        for speed in speeds:
+            link = Link(bytes_per_second=speed, hop_seconds=1e-4, measured=True)
+            patch.setattr(planning, "_measured_link", lambda *_, link=link, **__: link)
+            told.append(ab.plan(task_of(World())).link.bytes_per_second)
+    return told
+
+
+def test_a_plan_is_not_remembered_for_another_link(crew):
+    assert crew(2, over_links, (1e9, 1.1e9, 1e5)) == [[1e9, 1e9, 1e5]] * 2
 
 
 def by_own_clocks(rank, size, speeds):

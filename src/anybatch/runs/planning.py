@@ -6,6 +6,7 @@ each describes its device to the others, and rank 0 makes the plan for all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -269,6 +270,8 @@ class _Planning:
             if self.machine is None and options.rehearsal is None:
                 # The budget is in `devices`; the key contains all other options.
                 asked = asdict(replace(options, memory=None)) | {"vary": wishes.shapes_vary}
+                if self._link is not None:  # measured anew each time: only its order of magnitude
+                    asked["link"] = round(math.log10(self._link.bytes_per_second))
                 key = key_of(subject, devices, is_limited, asked)
                 passing = tuple(budget_notices(leanest, is_limited))
                 self.remembered = Remembered(key, self.frontier, passing)
