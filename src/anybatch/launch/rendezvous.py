@@ -236,6 +236,8 @@ class Rendezvous(RendezvousHandler):
                 self._ask(lambda: meeting.add("left", 1))
                 while deadline.left and self._ask(lambda: meeting.add("left", 0)) < len(self.names):
                     time.sleep(_LOOK_SECONDS)
+                if closing:  # else torch prints a stack on those that look when the store is gone
+                    time.sleep(2 * _LOOK_SECONDS)
 
     def _end(self, meeting: Store, why: Why) -> Why:
         return cast(Why, meeting.compare_set("over", "", why).decode())
