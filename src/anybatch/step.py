@@ -44,6 +44,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from anybatch.compute import (
     Replica,
@@ -940,8 +941,9 @@ class Step:
         if group.size == 1 or done & (done - 1):
             return
         groups = self._optimizer.param_groups
-        rates = [float(one["lr"]) for one in groups if "lr" in one]
-        norms = [_norm(param) for param in parameters_in(groups)]
+        rates = [float(one["lr"]) for one in groups if one.get("lr") is not None]
+        params = [p for p in parameters_in(groups) if not is_traceable_wrapper_subclass(p)]
+        norms = [_norm(param) for param in params]
         everyone = group.exchange((rates, norms))
         for rank, (theirs, lengths) in enumerate(everyone):
             where = f"of rank 0 and rank {rank} differ before step {step_number(done)}"

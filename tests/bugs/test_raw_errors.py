@@ -127,6 +127,20 @@ def test_a_model_that_torch_jit_has_compiled():
         ab.verify(task, ab.plan(task, micro_batch=8))
 
 
+class Ascending(torch.optim.SGD):
+    """Takes two passes per step, as SAM does."""
+
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None
+
+
+def test_an_optimizer_that_asserts_a_closure():
+    with pytest.raises(AssertionError) as caught:
+        trained(task_of(lambda: around(nn.Linear(6, 8)), optimizer=Ascending))
+    [note] = caught.value.__notes__
+    assert note == "raised in the update: step() of Ascending is called without a closure"
+
+
 class WithoutRate(torch.optim.SGD):
     """Chooses its own, as Adafactor does."""
 

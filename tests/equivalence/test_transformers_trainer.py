@@ -14,7 +14,7 @@ from tests.equivalence.test_transformers import WORDS, bert, llama
 from torch.nn import functional as F
 
 from anybatch.errors import InputError
-from anybatch.integrations.batches import PaddingCut
+from anybatch.integrations.batches import PaddingCut, count_sequences
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -484,7 +484,38 @@ def test_trl_trains_as_exactly(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
     assert made.state.log_history[-2]["num_tokens"] == tokens
 
 
+@pytest.mark.parametrize("boundaries", [False, True])
+@pytest.mark.parametrize("micro_batch", [3, None])
+def test_sequences_of_padding_free_batches_are_the_samples(
+    boundaries: bool, micro_batch: int | None, tmp_path: Any, capfd: Any
+):
+    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=boundaries)
+    model = seeded_llama()
+    first = copy.deepcopy(model)
+    made = trainer(tmp_path, model, micro_batch=micro_batch, data_collator=collator)
+    made.train()
+    told = plainly(wanted := copy.deepcopy(first), order_of(made))
+    assert distance(model.state_dict(), wanted.state_dict(), first.state_dict()) < 1e-6
+    assert_told(made, told)
+    assert "anybatch.Step: 16 samples per step" in capfd.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------ padding
+
+
+def test_a_piece_of_a_padding_free_batch_is_what_the_collator_makes_of_its_sequences():
+    samples = sequences(9)
+    collator = transformers.DataCollatorWithFlattening(
+        return_flash_attn_kwargs=True, return_tensors="pt"
+    )
+    batch = collator(samples)
+    cut = PaddingCut()
+    cut.expect(batch)
+    assert count_sequences(batch) == 9
+    piece, wanted = cut(batch, 2, 5), collator(samples[2:5])
+    assert piece.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(torch.as_tensor(piece[name]), torch.as_tensor(value))
 
 
 def test_pieces_have_the_longest_samples_first_and_no_needless_padding():

@@ -7,6 +7,7 @@ import re
 import threading
 import warnings
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -500,10 +501,24 @@ def test_ranks_that_train_differently_are_told_apart(crew, options, words):
     assert isinstance(caught.value.error, ab.InputError)
 
 
+class WithoutRate(torch.optim.SGD):
+    """Chooses its own, as Adafactor does."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.param_groups[0]["lr"] = None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            param -= 0.1 * param.grad
+
+
 def going_apart(rank, size, change):
     """Rank 1 alone changes something after two steps. What is raised in the third."""
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kind = WithoutRate if change == "weights" else partial(torch.optim.SGD, lr=0.1)
+    optimizer = kind(model.parameters())
     with ab.Step(model, optimizer, loss) as step:
         for number in range(2):
             step(samples(number, 4))

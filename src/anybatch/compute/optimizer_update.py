@@ -146,6 +146,14 @@ class Updater:
     @torch.no_grad()
     def step(self) -> None:
         """Run the update. Hooks on the optimizer's step run once, regardless of the number of parts."""
+        try:
+            self._run_step()
+        except Exception as error:
+            name = type(self._optimizer).__name__
+            error.add_note(f"raised in the update: step() of {name} is called without a closure")
+            raise
+
+    def _run_step(self) -> None:
         if self._update != "in parts" and self.states_on == "device":
             self._optimizer.step()
             return

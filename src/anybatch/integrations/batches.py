@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
-from torch import Tensor, arange
+from torch import Tensor, arange, cat
 from torch.utils.data import BatchSampler
 
 from anybatch.data import batch_size, share, slice_batch
@@ -15,6 +15,9 @@ from anybatch.errors import DataError, InputError
 
 _TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"})
 """Entries of a batch that have one column per token."""
+
+_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
+_LONGEST = ("max_length_q", "max_length_k")
 
 _MULTIPLE = 8
 """Padded lengths are multiples of this number, for tensor cores."""
@@ -82,6 +85,39 @@ def presented_as(
     return presented
 
 
+def count_sequences(batch: Any) -> int:
+    """Returns the number of samples in `batch`; in a padding-free batch, that of its sequences."""
+    ends = _boundaries(batch)
+    return batch_size(batch) if ends is None else len(ends) - 1
+
+
+def _boundaries(batch: Any) -> Tensor | None:
+    """Returns the positions in a padding-free batch at which its sequences begin, and its length, shape
+    `(sequences + 1,)`; None for other batches. A padding-free batch has one row and no mask, and the
+    positions of each sequence begin with 0."""
+    positions = batch.get("position_ids") if isinstance(batch, dict) else None
+    if not isinstance(positions, Tensor) or "attention_mask" in batch:
+        return None
+    if positions.dim() != 2 or len(positions) != 1 or not positions.numel() or positions[0, 0]:
+        return None
+    starts = positions[0].eq(0).nonzero().flatten()
+    return cat([starts, starts.new_tensor([positions.shape[1]])])
+
+
+def _sequences(batch: dict[str, Any], ends: Tensor) -> dict[str, Any]:
+    """Returns the sequences of a padding-free batch between the positions `ends`."""
+    first, last = int(ends[0]), int(ends[-1])
+
+    def cut(name: str, value: Any) -> Any:
+        if name in _BOUNDARIES:
+            return (ends - first).to(value.dtype)
+        if name in _LONGEST:
+            return int(ends.diff().max())
+        return value[:, first:last] if isinstance(value, Tensor) and value.dim() > 1 else value
+
+    return {name: cut(name, value) for name, value in batch.items()}
+
+
 class PaddingCut:
     """Cuts batches into micro-batches, longest samples first, and removes padding that a micro-batch
     does not need.
@@ -92,7 +128,7 @@ class PaddingCut:
 
     Applies to batches that are padded on the right and consist only of tensors with the samples in
     dim 0 and one column per token, unless an answer is one of the columns. Other batches are cut in
-    order, without changes.
+    order, without changes; padding-free ones, whose sequences are all in one row, between sequences.
     """
 
     def __init__(self) -> None:
@@ -107,6 +143,8 @@ class PaddingCut:
 
     def __call__(self, batch: Any, start: int, stop: int) -> Any:
         """Returns samples `start` to `stop`, longest samples first."""
+        if (ends := _boundaries(batch)) is not None:
+            return _sequences(batch, ends[start : stop + 1])
         if self._lengths is None or self._order is None:
             return slice_batch(batch, start, stop)
         which = self._order[start:stop]

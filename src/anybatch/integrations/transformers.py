@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 
 from anybatch.compute.model_loss import count_answers, ignored_label, is_mean_over_samples
-from anybatch.data import batch_size
 from anybatch.errors import InputError
 from anybatch.events import Sink
 from anybatch.integrations.batches import (
@@ -34,6 +33,7 @@ from anybatch.integrations.batches import (
     CollateRows,
     PaddingCut,
     Shares,
+    count_sequences,
     presented_as,
 )
 from anybatch.step import Outcome, Step, check_cutting
@@ -106,7 +106,7 @@ class AnyBatch(_Host):
         self._outcome: Outcome | None = None
         self._cut = PaddingCut()
         self._is_cut_by_user = slice_batch is not None
-        self._count = count_samples or batch_size
+        self._count = count_samples or count_sequences
         self._slice = slice_batch or self._cut
         super().__init__(*args, **kwargs)
 
