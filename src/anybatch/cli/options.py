@@ -266,8 +266,8 @@ def _of_size(name: str, settings: Sequence[str] | None, global_batch: str | None
     if not any(option.name == "global_batch" for option in options_of(name)):
         return replace(resolve(name, options), global_batch=batch)
     options.pop("global-batch", None)
-    if isinstance(batch, int):
-        return resolve(name, {**options, "global_batch": str(batch)})
-    size = mean_batch(replace(resolve(name, options), global_batch=batch))
+    size = batch
+    if not isinstance(batch, int):
+        size = mean_batch(replace(resolve(name, options), global_batch=batch))
     task = resolve(name, {**options, "global_batch": str(size)})
-    return replace(task, global_batch=batch)
+    return replace(task, global_batch=batch)  # also if the function ignores its argument

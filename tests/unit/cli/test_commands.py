@@ -25,7 +25,6 @@ from anybatch.report import last_plan, read
 FILES = {"plan.json", "events.jsonl", "checkpoints", "model.safetensors", "report.html"}
 
 # A task whose function takes no global batch, and one of a learning rate that follows from it.
-PLAIN = "def plain(): return ab.Task(**given())\n"
 SCALED = """
 def scaled(global_batch: int = 8, lr: float = 0.01):
     def optimizer(params): return torch.optim.SGD(params, lr=lr * global_batch)
@@ -106,8 +105,12 @@ def test_the_global_batch_is_passed_where_the_function_takes_it(trained: Callabl
     assert steps[0].learning_rate == pytest.approx(0.2)
 
 
-def test_the_global_batch_is_set_where_the_function_does_not_take_it(trained: Callable[..., Path]):
-    _, steps, _ = events(trained("--global-batch", "20", code=PLAIN, function=":plain"))
+@pytest.mark.parametrize("argument", ["", "global_batch: int = 8"])
+def test_the_global_batch_is_set_where_the_function_does_not_use_it(
+    trained: Callable[..., Path], argument: str
+):
+    code = f"def plain({argument}): return ab.Task(**given())\n"
+    _, steps, _ = events(trained("--global-batch", "20", code=code, function=":plain"))
     assert [step.samples for step in steps] == [20, 20]
 
 
