@@ -14,7 +14,7 @@ from tests.equivalence.test_transformers import WORDS, bert, llama
 from torch.nn import functional as F
 
 from anybatch.errors import InputError
-from anybatch.integrations.batches import PaddingCut, count_sequences
+from anybatch.integrations.batches import PaddingCut
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -511,7 +511,7 @@ def test_a_piece_of_a_padding_free_batch_is_what_the_collator_makes_of_its_seque
     batch = collator(samples)
     cut = PaddingCut()
     cut.expect(batch)
-    assert count_sequences(batch) == 9
+    assert cut.count(batch) == 9
     piece, wanted = cut(batch, 2, 5), collator(samples[2:5])
     assert piece.keys() == wanted.keys()
     for name, value in wanted.items():

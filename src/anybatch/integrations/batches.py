@@ -85,12 +85,6 @@ def presented_as(
     return presented
 
 
-def count_sequences(batch: Any) -> int:
-    """Returns the number of samples in `batch`; in a padding-free batch, that of its sequences."""
-    ends = _boundaries(batch)
-    return batch_size(batch) if ends is None else len(ends) - 1
-
-
 def _boundaries(batch: Any) -> Tensor | None:
     """Returns the positions in a padding-free batch at which its sequences begin, and its length, shape
     `(sequences + 1,)`; None for other batches. A padding-free batch has one row and no mask, and the
@@ -140,6 +134,12 @@ class PaddingCut:
         self._lengths = _lengths(batch) if isinstance(batch, dict) else None
         if self._lengths is not None:
             self._order = self._lengths.argsort(descending=True, stable=True)
+
+    @staticmethod
+    def count(batch: Any) -> int:
+        """Returns the number of samples in `batch`; in a padding-free one, that of its sequences."""
+        ends = _boundaries(batch)
+        return batch_size(batch) if ends is None else len(ends) - 1
 
     def __call__(self, batch: Any, start: int, stop: int) -> Any:
         """Returns samples `start` to `stop`, longest samples first."""

@@ -249,7 +249,7 @@ class AnyBatch(DDPStrategy):
             presented_as(type(self.lightning_module).training_step, self._loss, _REMEDY),
             precision=_PRECISIONS.get(self.precision_plugin.precision, "fp32"),
             keep_grad=True,  # hooks may read it
-            count_samples=batch_size,
+            count_samples=self._cut.count,
             slice_batch=self._cut,
             **self._options,
         )

@@ -33,7 +33,6 @@ from anybatch.integrations.batches import (
     CollateRows,
     PaddingCut,
     Shares,
-    count_sequences,
     presented_as,
 )
 from anybatch.step import Outcome, Step, check_cutting
@@ -106,7 +105,7 @@ class AnyBatch(_Host):
         self._outcome: Outcome | None = None
         self._cut = PaddingCut()
         self._is_cut_by_user = slice_batch is not None
-        self._count = count_samples or count_sequences
+        self._count = count_samples or self._cut.count
         self._slice = slice_batch or self._cut
         super().__init__(*args, **kwargs)
 
