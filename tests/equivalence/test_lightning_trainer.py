@@ -7,6 +7,7 @@ import copy
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,15 @@ from tests.equivalence.test_transformers_trainer import (
 )
 
 pytest.importorskip("transformers")
-pytest.importorskip("lightning")
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed"),
+]
 
 SCRIPT = """
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 import lightning as L
 import torch
@@ -94,6 +98,7 @@ torch.save(found, Path(folder) / f"rank{trainer.global_rank}.pt")
 
 HOOKS = """
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 import lightning as L
 import torch

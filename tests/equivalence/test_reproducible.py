@@ -82,7 +82,7 @@ def alone(*options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_a_hundred_steps(crew, num_ranks):
     options = {"steps": 100}
     assert run(crew, (1.0,) * num_ranks, options)[:2] == alone(*options.items())

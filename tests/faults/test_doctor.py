@@ -42,6 +42,7 @@ def told(folder: Path, command: str, status: int, **variables: str) -> dict[str,
     return {one["name"]: one["level"] for one in content["findings"]}
 
 
+@pytest.mark.nightly
 def test_where_nothing_is_broken_it_computes_and_two_processes_meet(tmp_path: Path):
     found = told(tmp_path, DOCTOR, 0)
     assert found["steps on cpu"] == found["gloo"] == found["budget on the CPU"] == "ok"

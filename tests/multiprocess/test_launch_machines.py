@@ -56,7 +56,7 @@ def results_of(ended: Sequence[tuple[int, str, str]]) -> list[list[dict[str, Any
     return [json.loads(output) for _, output, _ in ended]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_agents_with_one_rendezvous():
     place = f"127.0.0.1:{free_port()}"
     first, second = results_of(run([command(2, place), command(1, place)]))

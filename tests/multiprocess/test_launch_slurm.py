@@ -71,7 +71,7 @@ def test_the_ranks_of_a_job_find_each_other_and_it_goes_on_when_it_was_stopped(
     assert (logs / f"{number}_submission.sh").read_text().startswith("#!/bin/bash")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_shell_of_a_job_is_no_rank(slurm: Slurm, tmp_path: Path):
     code = "from anybatch.launch import find; print(find())"
     for tasks, words in (("2", [sys.executable]), ("1", ["srun", sys.executable])):

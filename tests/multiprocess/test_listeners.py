@@ -115,20 +115,17 @@ def test_ranks_of_a_command(tmp_path: Path):
     check(tmp_path)
 
 
+TRAIN = ["-m", "anybatch", "train"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
-        lambda folder: [
-            "-m",
-            "anybatch",
-            "train",
-            "own.py",
-            "--ranks",
-            "2",
-            "-s",
-            f"folder={folder}",
-        ],
+        pytest.param(
+            lambda folder: [*TRAIN, "own.py", "--ranks", "2", "-s", f"folder={folder}"],
+            marks=pytest.mark.nightly,
+        ),
         lambda folder: ["own.py", str(folder)],
     ],
     ids=["anybatch train", "ab.train"],

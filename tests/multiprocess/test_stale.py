@@ -205,7 +205,7 @@ def test_it_may_be_compressed(crew):
     assert 0 < deviation(half[0].parameters, exact[0].parameters) < 2.0**-6
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_digits_are_learned(crew):
     options = {"epochs": 6, "width": 8, "global_batch": 64}
     exact = exact_digits(crew, options)

@@ -173,6 +173,7 @@ def test_a_machine_that_is_told_to_end_saves_and_the_others_go_on(
     assert "was told to end. All ranks are started again.\n" in errors
 
 
+@pytest.mark.nightly
 def test_too_few_machines_do_not_go_on(start: Callable[..., Agent], tmp_path: Path, place: str):
     stays = start(nodes=(2, 2))
     await_host(place)

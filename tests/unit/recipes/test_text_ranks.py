@@ -24,7 +24,7 @@ def trained(warm: Warm, folder: Path, *options: str) -> tuple[Evaluated, str]:
     return [event for event in events if isinstance(event, Evaluated)][-1], said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_train_and_tell_as_one_does(warm, tmp_path):
     one, said = trained(warm, tmp_path / "one", "--micro-batch", "16")
     two, said_by_two = trained(warm, tmp_path / "two", "--ranks", "2")
