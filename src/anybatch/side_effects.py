@@ -66,10 +66,12 @@ _SHARED_HOMES = frozenset(
         *("multiprocessing", "queue", "selectors", "socket", "subprocess", "threading", "weakref"),
     )
 )
-_OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes of any module."""
+
+_OF_MODULES = _OF_TORCH - {"_parameters", "_buffers", "_modules"}
 """Hooks and flags of any module: restored with the module's dict, but not searched."""
 
-_OF_TORCH = frozenset(vars(nn.Module()))
 _CONTAINERS = tuple, frozenset, list, set, deque, dict
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)

@@ -323,9 +323,8 @@ class _Account:
         is_one = 0 < i <= len(operations)
         by_kind = {kind: sizes[i] for kind, sizes in self._in_use.items()}
         phase = self._phases[i - 1] if is_one else ""
-        state = dict(self._part.state)
-        if phase not in _PASSES:
-            state.pop(GATHERED, None)
+        is_gathered = phase in _PASSES
+        state = {k: size for k, size in self._part.state.items() if is_gathered or k != GATHERED}
         by_kind |= state
         num_bytes = self._curve[i] + self._constant + sum(state.values())
         return Moment(

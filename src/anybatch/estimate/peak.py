@@ -97,8 +97,8 @@ def replayed(traced: Traced, device: Device, division: Division | None) -> Repla
 
 
 def _cache_of(device: Device, kept: int) -> CudaCache | None:
-    """Return an empty cache of the allocator of `device`, which holds `kept` bytes besides, or None
-    for a CPU."""
+    """Return an empty cache of the allocator of `device`, of which `kept` bytes are in use already, or
+    None for a CPU."""
     if device.kind == "cpu":
         return None
     limit = device.budget_bytes - context_bytes_of(device) - kept

@@ -92,8 +92,8 @@ class Division:
         }
 
     def without_state(self, timeline: Timeline) -> Timeline:
-        """Return the tensors of `timeline` besides the state, as one rank has them, from the moment
-        at which the step begins."""
+        """Return `timeline` as one rank executes it, without the state, and from the moment at which
+        the step begins."""
         begin = timeline.released or 0
         operations = timeline.operations
         return replace(

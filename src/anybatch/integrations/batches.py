@@ -128,9 +128,11 @@ class PaddingCut:
     def __init__(self) -> None:
         self._lengths: Tensor | None = None
         self._order: Tensor | None = None
+        self._boundaries: Tensor | None = None
 
     def expect(self, batch: Any) -> None:
         """Set the batch from which micro-batches are cut from now on."""
+        self._boundaries = _boundaries(batch)
         self._lengths = _lengths(batch) if isinstance(batch, dict) else None
         if self._lengths is not None:
             self._order = self._lengths.argsort(descending=True, stable=True)
@@ -143,8 +145,8 @@ class PaddingCut:
 
     def __call__(self, batch: Any, start: int, stop: int) -> Any:
         """Returns samples `start` to `stop`, longest samples first."""
-        if (ends := _boundaries(batch)) is not None:
-            return _sequences(batch, ends[start : stop + 1])
+        if self._boundaries is not None:
+            return _sequences(batch, self._boundaries[start : stop + 1])
         if self._lengths is None or self._order is None:
             return slice_batch(batch, start, stop)
         which = self._order[start:stop]

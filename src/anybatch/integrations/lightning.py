@@ -129,18 +129,21 @@ class AnyBatch(DDPStrategy):
         super().setup(trainer)
         if not self._trains:
             return
-        module, callbacks = self.lightning_module, trainer.callbacks
-        averages = _CALLBACKS.StochasticWeightAveraging
+        module = self.lightning_module
+
+        def has(kind: type) -> bool:
+            return any(isinstance(callback, kind) for callback in trainer.callbacks)
+
         for said, remedy in (
             (trainer.accumulate_grad_batches != 1, "leave accumulate_grad_batches out"),
             (not module.automatic_optimization, "call anybatch.Step in training_step instead"),
             (is_overridden("backward", module), "leave out backward of the module"),
             (
-                any(isinstance(one, _CALLBACKS.GradientAccumulationScheduler) for one in callbacks),
+                has(_CALLBACKS.GradientAccumulationScheduler),
                 "leave GradientAccumulationScheduler out",
             ),
             (
-                any(isinstance(one, averages) for one in callbacks) and any(batch_norms(module)),
+                has(_CALLBACKS.StochasticWeightAveraging) and any(batch_norms(module)),
                 "use EMAWeightAveraging: StochasticWeightAveraging passes once more, for BatchNorm",
             ),
         ):

@@ -196,8 +196,7 @@ def _follow(path: Path, sinks: Sequence[Sink], ended: threading.Event) -> None:
             for sink in sinks:
                 try:
                     sink(event)
-                except StopTraining:
-                    _ending(path).touch()
-                except BaseException:
+                except BaseException as error:
                     _ending(path).touch()  # nobody would see the rest of the run
-                    raise
+                    if not isinstance(error, StopTraining):
+                        raise
