@@ -46,12 +46,18 @@ test-ci: $(STAMP)  ## run the slow tests too: commands, machines, faults
 test-all: $(STAMP)  ## run all tests that need no GPU: every command of the documents, campaigns
 	$(PYTEST) -m "not gpu" $(ARGS)
 
-.PHONY: check
-check: $(STAMP)  ## style, types, import floors, completeness of the public types
+.PHONY: check style types public-types
+check: style public-types  ## style, types, import floors, completeness of the public types
+
+style: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
+
+types: $(STAMP)
+	$(BIN)/pyright
+
+public-types: types  # not at the same time: the first pyright of an environment installs itself
 	PATH="$(CURDIR)/$(BIN):$$PATH" pyright --verifytypes anybatch --ignoreexternal
 
 .PHONY: bench

@@ -33,7 +33,7 @@ def test_bad_input_ends_with_2(write_task: Callable[..., Path]):
     check_told(done.stderr, ("(8,)", "reduction='sum'"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_plan_fits_ends_with_3_and_the_memory_it_names_becomes_enough(
     write_task: Callable[..., Path],
 ):

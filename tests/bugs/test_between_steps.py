@@ -57,7 +57,7 @@ def assert_held(step: ab.Step, loss: Greedy, free_mib: int = 64) -> None:
     loss.num_mib = 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @alone
 def test_the_script_takes_and_keeps_what_it_wants_and_a_step_has_its_budget():
     loss, events = Greedy(), list[Event]()

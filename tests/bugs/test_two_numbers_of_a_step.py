@@ -100,7 +100,7 @@ def on_rank(rank, size, folder):
     return events
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_all_that_happens_in_a_step_has_its_number(crew, ranks, tmp_path):
     events = crew(ranks, on_rank, tmp_path)[0]
     ends = [number for number, event in enumerate(events) if isinstance(event, StepDone)]

@@ -136,8 +136,8 @@ def test_channels_last_convolutions_compute_what_the_plain_loop_does(micro_batch
         ("perceptron", 5, Recompute(blocks=("blocks.*",))),
         ("perceptron", 12, Recompute(blocks=("blocks.0", "blocks.2"), nested=True)),
         pytest.param("transformer", 5, Recompute(), marks=pytest.mark.slow),
-        pytest.param("transformer", 12, Recompute(blocks=("layers.*",)), marks=pytest.mark.slow),
-        pytest.param("convolutions", 8, Recompute(), marks=pytest.mark.slow),
+        pytest.param("transformer", 12, Recompute(blocks=("layers.*",)), marks=pytest.mark.nightly),
+        pytest.param("convolutions", 8, Recompute(), marks=pytest.mark.nightly),
         pytest.param("convolutions", 4, Recompute(blocks=("1", "2")), marks=pytest.mark.slow),
     ],
 )
@@ -151,9 +151,9 @@ def test_compiled_blocks_compute_what_the_plain_loop_does(kind, micro_batch, rec
 @pytest.mark.parametrize(
     ("kind", "micro_batch", "dtype", "tolerance"),
     [
-        ("perceptron", 5, torch.float64, 1e-6),
+        pytest.param("perceptron", 5, torch.float64, 1e-6, marks=pytest.mark.nightly),
         ("perceptron", 12, torch.float32, 1e-5),
-        ("convolutions", 12, torch.float64, 1e-6),
+        pytest.param("convolutions", 12, torch.float64, 1e-6, marks=pytest.mark.nightly),
     ],
 )
 def test_so_do_the_kernels_that_the_compiler_writes(kind, micro_batch, dtype, tolerance):

@@ -244,6 +244,7 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path):
     assert all(torch.equal(again["state"][name], value) for name, value in whole["state"].items())
 
 
+@pytest.mark.nightly
 def test_hooks_change_the_gradient_and_logged_values_are_those_of_the_whole_batch(tmp_path: Path):
     [found] = run(HOOKS, tmp_path, 1)
     (state, logged, *counted), (wanted, expected, *counts) = found["ours"], found["host"]

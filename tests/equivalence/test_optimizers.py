@@ -177,7 +177,7 @@ def test_accumulated_as_in_one_piece(name):
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        *((name, "bf16-pure") for name in NAMES),
+        *(pytest.param(name, "bf16-pure", marks=pytest.mark.nightly) for name in NAMES),
         ("AdamW8bit", "fp32"),
         ("AdamW8bit", "bf16-weights"),
     ],
@@ -207,7 +207,11 @@ def test_resumed_with_another_optimizer(tmp_path, before, after):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "precision"), [*((name, "fp32") for name in NAMES), ("AdamW8bit", "bf16-pure")]
+    ("name", "precision"),
+    [
+        *(pytest.param(name, "fp32", marks=pytest.mark.nightly) for name in NAMES),
+        ("AdamW8bit", "bf16-pure"),
+    ],
 )
 def test_states_are_planned_as_large_as_they_are(name, precision):
     def wide() -> nn.Module:
@@ -265,9 +269,10 @@ def digits() -> tuple[ab.Task, list[float]]:
     return task, train(task, 128).losses
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("name", "tolerance"), [("AdamW8bit", 0.1), ("AdamW4bit", 0.1), ("AdamWFp8", 0.35)]
+    ("name", "tolerance"),
+    [("AdamW8bit", 0.1), ("AdamW4bit", 0.1), ("AdamWFp8", 0.35)],
 )
 def test_the_loss_falls_as_with_plain_states(digits, name, tolerance):
     module = pytest.importorskip("torchao.optim")

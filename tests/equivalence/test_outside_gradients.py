@@ -119,7 +119,7 @@ def test_a_step_that_fails_leaves_them_as_they_were():
             assert (mine is None and was is None) or torch.equal(mine, was)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_inputs_have_theirs_too_and_what_the_loss_makes_is_let_go_of():
     model = nn.Linear(4, 1).double()
     twin = copy.deepcopy(model)

@@ -124,7 +124,7 @@ def test_dropout_draws_the_same_masks_again(way):
         {"chunked_attention": True, "keep": "matmuls"},
     ],
 )
-@pytest.mark.parametrize("length", [9, 21])
+@pytest.mark.parametrize("length", [9, pytest.param(21, marks=pytest.mark.nightly)])
 def test_mlps_in_tiles_train_as_the_plain_loop(length, more):
     draw = torch.Generator().manual_seed(0)
     task = ab.Task(

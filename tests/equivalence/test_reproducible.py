@@ -82,7 +82,8 @@ def alone(*options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_hundred_steps(crew, num_ranks):
     options = {"steps": 100}
     assert run(crew, (1.0,) * num_ranks, options)[:2] == alone(*options.items())
@@ -104,7 +105,7 @@ def test_more_ranks_than_parts(crew):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_any_way_to_recompute(crew, way, num_ranks):
     assert run(crew, (1.0,) * num_ranks, knobs={"recompute": WAYS[way]})[:2] == alone()
 
@@ -205,7 +206,7 @@ def failing_in_turn(rank, size, bad_rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize("bad_rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_memory_that_runs_out_in_any_pass_once_or_twice(crew, bad_rank):
     first, second = crew(2, failing_in_turn, bad_rank)
     undisturbed = trained(HALVED, (1.0,), {})[:2]

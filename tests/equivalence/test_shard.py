@@ -48,7 +48,7 @@ def check(crew, world, shares, micro_batch=3, **options):
 
 
 @pytest.mark.parametrize("global_batch", [1, 7, 101])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_any_global_batch_on_any_number_of_ranks(crew, size, global_batch):
     world = World(
         num_samples=230,
@@ -61,7 +61,7 @@ def test_any_global_batch_on_any_number_of_ranks(crew, size, global_batch):
 
 
 @pytest.mark.parametrize("shares", [(5.0, 2.0, 1.0), (0.0, 1.0), (1.0, 0.0, 3.0)])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.nightly), "adamw"])
 def test_unequal_shares_are_weighed_exactly(crew, shares, optimizer):
     check(crew, World(loss="pair", optimizer=optimizer, clip_norm=0.1), shares)
 
@@ -139,7 +139,7 @@ TILED = Recompute(blocks=("layers.*",), tiled=("layers.*.mlp",), chunked_attenti
 
 @pytest.mark.slow
 @pytest.mark.parametrize("repeated", [1, 2])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_tied_decoder_with_blocks_run_more_than_once(crew, size, repeated):
     (first, *others) = crew(size, decoder_as_ranks, {"repeated": repeated}, {})
     plain = trained_plainly(repeated=repeated)
@@ -150,7 +150,7 @@ def test_tied_decoder_with_blocks_run_more_than_once(crew, size, repeated):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("repeated", [1, 2])
+@pytest.mark.parametrize("repeated", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_mlps_in_tiles_are_gathered_with_their_block(crew, repeated):
     first, _ = crew(2, decoder_as_ranks, {"repeated": repeated}, {"recompute": TILED})
     plain = trained_plainly(repeated=repeated)
@@ -160,7 +160,9 @@ def test_mlps_in_tiles_are_gathered_with_their_block(crew, repeated):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [None, Recompute(blocks=("layers.*",)), TILED])
-@pytest.mark.parametrize("precision", ["bf16", "bf16-weights"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param("bf16", marks=pytest.mark.nightly), "bf16-weights"]
+)
 def test_half_precision_is_that_of_one_rank(crew, precision, recompute):
     """Float32 masters are kept in parts, weights gathered in half precision, those of norms not. What
     differs is where the rounded gradients of micro-batches are added up."""

@@ -89,6 +89,7 @@ def test_a_worker_that_is_slow_but_goes_on_is_waited_for(monkeypatch):
     assert len(ran.losses) == 2
 
 
+@pytest.mark.nightly
 def test_the_other_ranks_are_told():
     task = task_of(Deadly(LENGTH), num_workers=1, shuffle=False, bad_data="stop")
     with pytest.raises((DataError, PeerFailed), match="has died while it loaded samples") as caught:

@@ -434,7 +434,7 @@ def await_step(folder, step):
 
 @pytest.mark.parametrize(
     "rounds",
-    [pytest.param(10, id="short"), pytest.param(60, id="long", marks=pytest.mark.slow)],
+    [pytest.param(10, id="short"), pytest.param(60, id="long", marks=pytest.mark.nightly)],
 )
 def test_killed_at_random_moments_again_and_again(tmp_path, rounds):
     """A run that is killed and resumed, over and over: it never goes back, and nothing piles up. Every

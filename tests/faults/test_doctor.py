@@ -86,6 +86,7 @@ def can_unshare() -> bool:
     return subprocess.run([unshare, "-mnu", "true"], capture_output=True).returncode == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not can_unshare(), reason="needs to be root")
 def test_a_machine_that_reaches_nobody_is_told(tmp_path: Path):
     """No network but a loopback that is down, a name that leads nowhere, little shared memory."""

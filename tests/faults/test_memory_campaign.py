@@ -45,6 +45,7 @@ def test_refusals_of_memory_leave_no_trace(crew, way):
     assert judged.replanned
 
 
+@pytest.mark.nightly
 def test_a_run_without_limits_meets_no_failure(crew):
     trial = replace(TRIALS["replicate on 2"], refusals=())
     ranks = crew(2, campaign.run, trial, False)

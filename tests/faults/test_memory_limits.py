@@ -67,7 +67,9 @@ def test_what_planning_has_left_in_the_heap_is_no_part_of_the_run():
     assert found["measured"] <= found["budget"]
 
 
-@pytest.mark.parametrize("name", ["far too large", "digits"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("far too large", marks=pytest.mark.nightly), "digits"]
+)
 def test_a_micro_batch_that_was_chosen_too_large_is_replaced(name):
     found = run(name)
     assert_survived(found)
@@ -75,6 +77,7 @@ def test_a_micro_batch_that_was_chosen_too_large_is_replaced(name):
     assert all(f["step"] <= 2 for f in found["failures"])  # found out at once, not at the end
 
 
+@pytest.mark.nightly
 def test_nothing_fits():
     found = run("nothing fits")
     assert found["same"]

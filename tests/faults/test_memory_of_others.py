@@ -103,7 +103,8 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
         torch.testing.assert_close(value, wanted[name], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("memory", [None, pytest.param("150MiB", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("memory", [None, "150MiB"])
 def test_a_run_keeps_to_the_memory_of_its_group(
     memory: str | None, undisturbed: dict[str, torch.Tensor], tmp_path: Path
 ):

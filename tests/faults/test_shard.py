@@ -24,9 +24,9 @@ pytestmark = pytest.mark.faults
     [
         ("forward", {}),
         ("backward", {}),
-        ("between passes", {}),
-        ("backward", {"reduce": "last pass"}),
-        ("between passes", {"reduce": "last pass"}),
+        pytest.param("between passes", {}, marks=pytest.mark.nightly),
+        pytest.param("backward", {"reduce": "last pass"}, marks=pytest.mark.nightly),
+        pytest.param("between passes", {"reduce": "last pass"}, marks=pytest.mark.nightly),
         ("backward", {"over": 2}),
     ],
     ids=["forward", "backward", "between", "last-backward", "last-between", "machines-backward"],
@@ -86,7 +86,7 @@ def under_limit(size, budget_mib):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not can_enforce("cpu"), reason="no memory limit is held on this system")
 def test_a_model_too_large_for_one_rank_trains_on_two():
     assert "memory ran out" in under_limit(1, 220)

@@ -52,7 +52,8 @@ def test_a_rank_that_hangs_in_the_users_code_is_named_with_its_stack():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bad_rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
+@pytest.mark.nightly
+@pytest.mark.parametrize("bad_rank", [0, 1])
 def test_a_rank_whose_process_stands_still_is_named_by_the_other(bad_rank: int):
     with pytest.raises(PeerLost) as raised:
         call(train, "stopped", bad_rank, ranks=2, grace_seconds=2)

@@ -166,7 +166,7 @@ def with_workers(rank, size, *args):
         multiprocessing.current_process()._config["daemon"] = True
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_worker_processes_give_the_same(crew):
     alone, _ = evaluate(0, 1, "slow", [23], 5, largest)
     same(crew(2, with_workers, "slow", [23], 5, largest, 1), alone)

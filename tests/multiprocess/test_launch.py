@@ -61,7 +61,11 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("closed", [(1,), (2,), (1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "closed",
+    [*(pytest.param(one, marks=pytest.mark.nightly) for one in ((1,), (2,))), (1, 2)],
+    ids=str,
+)
 def test_ranks_of_a_process_whose_output_is_closed(tmp_path: Path, closed: tuple[int, ...]):
     script = tmp_path / "script.py"
     script.write_text(CLOSED, encoding="utf-8")
@@ -190,7 +194,7 @@ def fail_in_a_group() -> None:
         distributed.all_reduce(torch.ones(1))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_of_several_failures_the_first_is_raised():
     with pytest.raises(Own, match="the cause") as raised:
         call(fail_in_a_group, ranks=2)
@@ -263,7 +267,7 @@ def test_orders_that_cannot_be_are_named(options: dict[str, Any], words: tuple[s
     ("what", "status", "words", "unwanted"),
     [
         ("3", 3, ("rank 1 of 2", "failed first: it exited with status 3", "last words"), ()),
-        pytest.param("75", 75, ("rank 1 of 2", "status 75"), (), marks=pytest.mark.slow),
+        pytest.param("75", 75, ("rank 1 of 2", "status 75"), (), marks=pytest.mark.nightly),
         ("killed", 137, ("rank 1 of 2", "killed by SIGKILL", "last words"), ()),
         ("all 2", 2, ("said by rank 0",), ("said by rank 1", "failed first")),
     ],
@@ -287,7 +291,7 @@ def test_the_status_of_the_rank_that_failed_first(
         assert word not in captured.err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_ranks_are_started_again_after_one_failed(capfd: pytest.CaptureFixture[str]):
     options: dict[str, Any] = {"module": "tests.multiprocess.failing", "grace_seconds": 10}
     assert run_command(["at first"], 2, restarts=1, **options) == 0
@@ -349,6 +353,7 @@ def test_ranks_that_torchrun_started(tmp_path: Path):
     assert {rank["launcher"] for rank in seen} == {"torchrun"}
 
 
+@pytest.mark.nightly
 def test_ranks_that_mpirun_started(tmp_path: Path):
     import shutil
 

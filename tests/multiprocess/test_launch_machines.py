@@ -147,7 +147,7 @@ def test_a_machine_that_does_not_come_is_given_up():
     assert f"fewer than 2 machines have come to {place} within 1 s" in message
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_machine_that_waits_for_another_says_so():
     place = f"127.0.0.1:{free_port()}"
     ((status, _, told),) = run([command(1, place, seconds=8)])

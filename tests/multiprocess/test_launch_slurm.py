@@ -15,6 +15,8 @@ from tests.multiprocess.slurm import Slurm
 from anybatch.errors import LaunchError
 from anybatch.launch.slurm import script, submit
 
+pytestmark = pytest.mark.nightly
+
 PROBE = Path(__file__).with_name("probe.py")
 
 
@@ -44,7 +46,6 @@ def seen_by(folder: Path, restart: int) -> list[dict[str, object]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{restart}-*.json"))]
 
 
-@pytest.mark.slow
 def test_the_ranks_of_a_job_find_each_other_and_it_goes_on_when_it_was_stopped(
     slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -71,7 +72,6 @@ def test_the_ranks_of_a_job_find_each_other_and_it_goes_on_when_it_was_stopped(
     assert (logs / f"{number}_submission.sh").read_text().startswith("#!/bin/bash")
 
 
-@pytest.mark.nightly
 def test_the_shell_of_a_job_is_no_rank(slurm: Slurm, tmp_path: Path):
     code = "from anybatch.launch import find; print(find())"
     for tasks, words in (("2", [sys.executable]), ("1", ["srun", sys.executable])):

@@ -118,14 +118,11 @@ def test_ranks_of_a_command(tmp_path: Path):
 TRAIN = ["-m", "anybatch", "train"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(
-            lambda folder: [*TRAIN, "own.py", "--ranks", "2", "-s", f"folder={folder}"],
-            marks=pytest.mark.nightly,
-        ),
+        lambda folder: [*TRAIN, "own.py", "--ranks", "2", "-s", f"folder={folder}"],
         lambda folder: ["own.py", str(folder)],
     ],
     ids=["anybatch train", "ab.train"],
@@ -186,7 +183,7 @@ def by_mpi(rank: int) -> dict[str, str]:
         by_hand,
         pytest.param(by_name, marks=pytest.mark.slow),
         by_slurm,
-        pytest.param(by_mpi, marks=pytest.mark.slow),
+        pytest.param(by_mpi, marks=pytest.mark.nightly),
     ],
     ids=["env", "env with a name", "Slurm", "MPI"],
 )
@@ -216,7 +213,7 @@ survey(sys.argv[1])
     assert set(json.loads((tmp_path / "0.json").read_text())) == {"127.0.0.1"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_of_mpirun(tmp_path: Path):
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed (Debian: openmpi-bin)")

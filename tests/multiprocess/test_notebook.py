@@ -55,7 +55,7 @@ print(json.dumps({"distance": distance, "loss": several.loss, "first": seen[0], 
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cell_trains_on_two_ranks(tmp_path):
     notebook = nbformat.v4.new_notebook(
         cells=[nbformat.v4.new_code_cell(source) for source in (SETUP, TRAIN)]

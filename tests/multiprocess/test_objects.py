@@ -76,7 +76,7 @@ def secret() -> tuple[str, list[str]]:
         return os.environ[SECRET], gather_objects("both")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_of_one_machine_share_a_secret_that_no_other_run_has():
     found = [call(secret, ranks=2) for _ in range(2)]
     secrets = {one for ranks in found for one, _ in ranks}

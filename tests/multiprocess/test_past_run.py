@@ -70,7 +70,9 @@ def trained(crew: Crew, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", CASES)
+@pytest.mark.parametrize(
+    "parallel", [pytest.param("replicate", marks=pytest.mark.nightly), "shard"]
+)
 def test_of_two_ranks(parallel: str, trained: Callable[[str], Path], crew: Crew, tmp_path: Path):
     changes = CASES[parallel]
     folder = trained(parallel)
@@ -101,7 +103,7 @@ def set_aside(model: nn.Module, batch: Any) -> Any:
     return {**off(model, batch), "aside": (float(gc.get_freeze_count() > 0), 1)}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_as_many_ranks_are_started_as_the_run_had(trained: Callable[[str], Path]):
     folder = trained("replicate")
     before = tree(folder)
@@ -125,7 +127,7 @@ def test_fewer_samples_than_ranks_have_passes(trained: Callable[[str], Path], cr
         assert one.metrics["off"] == pytest.approx(two.metrics["off"], rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_wrong_on_a_rank_is_told_once(trained: Callable[[str], Path], crew: Crew):
     folder = trained("replicate")
     with pytest.raises(RankError, match=r"no checkpoint of step 3 .* 2, 4, 6"):
@@ -146,7 +148,9 @@ def train_and_evaluate_words(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("adapted", "step"), [(False, None), (True, 2)])
+@pytest.mark.parametrize(
+    ("adapted", "step"), [pytest.param(False, None, marks=pytest.mark.nightly), (True, 2)]
+)
 def test_a_divided_model_of_transformers_with_adapters_and_without(
     adapted: bool, step: int | None, crew: Crew, tmp_path: Path
 ):

@@ -47,7 +47,7 @@ def check(crew, world, shares, micro_batch=3, **knobs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("global_batch", [1, 7, 100, 101])
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.nightly)])
 def test_any_global_batch_on_any_number_of_ranks(crew, size, global_batch):
     world = World(num_samples=230, global_batch=global_batch, loss="weighted", optimizer="adamw")
     check(crew, world, (1.0,) * size, micro_batch=max(1, global_batch // 5))

@@ -114,7 +114,7 @@ def trained_by_a_command(run, task_file, name, *options):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_command_trains_the_same_on_one_rank_and_on_three(alone, of_three):
     one, three = story(alone), story(of_three)
     assert_same_run(three, one)
@@ -181,10 +181,15 @@ def test_ranks_that_torchrun_started_plan_together_before_a_loop_of_their_own(
 @pytest.mark.parametrize(
     ("options", "status", "words"),
     [
-        (("-s", "broken=60"), 2, ["sample 60", "broken disk"]),
-        (("--memory", "100KiB"), 3, ["no plan fits"]),
+        pytest.param(
+            ("-s", "broken=60"),
+            2,
+            ["sample 60", "broken disk"],
+            id="a broken sample",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(("--memory", "100KiB"), 3, ["no plan fits"], id="too little memory"),
     ],
-    ids=["a broken sample", "too little memory"],
 )
 def test_the_command_ends_with_the_status_of_what_went_wrong(
     run, task_file, tmp_path, options, status, words
@@ -289,7 +294,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sink_ends_training_on_ranks_that_the_call_started(run, task_file):
     (task_file.parent / "ending.py").write_text(ENDING)
     done = run("ending", cwd=task_file.parent)

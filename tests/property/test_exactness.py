@@ -48,7 +48,7 @@ def learnable(world: World, task) -> bool:
     return all(sum(counts[i] for i in samples_of(task, steps, s)) for s in range(world.steps))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=100)
 @given(world=worlds, micro_batch=st.integers(1, 24))
 def test_any_cut_of_many_tasks(world, micro_batch):

@@ -52,7 +52,7 @@ PREEMPTED = (
     ("who", "module"),
     [
         (["agent"], "torch"),
-        pytest.param(["0", "1"], "anybatch.launch.worker", marks=pytest.mark.slow),
+        pytest.param(["0", "1"], "anybatch.launch.worker", marks=pytest.mark.nightly),
         pytest.param(["0", "1"], "torch", marks=pytest.mark.slow),
     ],
     ids=["agent", "ranks that begin", "ranks"],

@@ -124,6 +124,7 @@ def kill(agent: Agent) -> None:
     agent.wait()
 
 
+@pytest.mark.nightly
 def test_the_others_go_on_without_a_machine_that_is_killed(
     start: Callable[..., Agent], tmp_path: Path
 ):

@@ -48,7 +48,7 @@ def add_up(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_all_start_again_when_one_is_killed(
     victim: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):

@@ -357,7 +357,7 @@ def test_a_fault_of_anybatch_keeps_its_traceback(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("global_batch", "memory"),
-    [("1", "12MiB"), ("1797", "12MiB"), ("100000", "12MiB")],
+    [pytest.param("1", "12MiB", marks=pytest.mark.nightly), ("1797", "12MiB"), ("100000", "12MiB")],
 )
 def test_digits_with_any_batch_runs_or_names_the_memory_it_needs(
     global_batch: str, memory: str, folder: Path, warm: Warm
@@ -527,6 +527,7 @@ def test_the_command_gives_rows_as_json(
     assert command("scale", "task.py", "--ranks", "1,x").status == 2
 
 
+@pytest.mark.nightly
 def test_standard_error_may_be_closed():
     command = f"exec {sys.executable} -m anybatch plan digits --device 24GiB 2>&-"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)

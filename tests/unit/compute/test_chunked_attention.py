@@ -372,7 +372,16 @@ def peak(task: ab.Task, machine: ab.Machine, way: Recompute) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [Plain, Einsum, MultiHead, lambda: MultiHead(0.1)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Plain,
+        *(
+            pytest.param(one, marks=pytest.mark.nightly)
+            for one in (Einsum, MultiHead, lambda: MultiHead(0.1))
+        ),
+    ],
+)
 def test_a_sample_whose_scores_do_not_fit_is_planned_in_chunks(make: Callable[[], nn.Module]):
     task, machine = task_of(make, 1024), ab.Machine.here(device="cpu")
     ways = Recompute(), Recompute(blocks=("layers.*",)), CHUNKED

@@ -52,7 +52,7 @@ def test_what_a_library_prints_is_not_taken_for_a_finding(broken_torch: Callable
     assert told.meaning == "ImportError: libnone.so"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_meet(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     backends, gloo = run(["gloo"])["gloo"]

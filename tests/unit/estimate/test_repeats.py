@@ -159,7 +159,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("device", [CPU, ABSENT], ids=["cpu", "absent"])
+@pytest.mark.parametrize(
+    "device", [pytest.param(CPU, marks=pytest.mark.nightly), ABSENT], ids=["cpu", "absent"]
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_trace_of_a_few_blocks_is_that_of_all(way: str, device: Device) -> None:
     one = counted(Deep, device)

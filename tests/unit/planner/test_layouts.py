@@ -133,7 +133,7 @@ def test_where_the_whole_model_fits_no_rank_it_is_divided():
     assert any("with its state does not fit on each rank" in notice for notice in plan.notices)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_least_memory_is_that_of_the_leanest_layout():
     least = []
     for parallel in ("replicate", "shard", None):

@@ -121,7 +121,7 @@ OTHERS: dict[str, Callable[[], Plan]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_another_task_budget_or_wish_is_searched(searches: list[None]):
     ab.plan(task(), memory=MEMORY)
     searched: list[str] = []
@@ -158,7 +158,10 @@ def test_a_choice_that_does_not_fit_any_more_is_searched_anew(searches: list[Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("content", ["", "{", '{"version": 1}'])
+@pytest.mark.parametrize(
+    "content",
+    ["{", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("", '{"version": 1}'))],
+)
 def test_a_damaged_file_is_as_good_as_none(searches: list[None], content: str):
     ab.plan(task(), memory=MEMORY)
     (path,) = stored()

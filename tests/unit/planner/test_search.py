@@ -311,7 +311,7 @@ def test_on_a_cpu_there_is_no_other_memory_to_move_to():
     assert not any(c.choice.recompute.to_host for c in plain.rejected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_where_nothing_else_fits_activations_go_to_host_memory():
     class Chunked(nn.Module):
         """Nothing that could be recomputed: no two modules are alike."""

@@ -93,8 +93,12 @@ assert status("VmData") <= data  # in a hole again
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(
     "what",
-    [FIRST_USES, ASIDE, BUDGET, HOLES],
-    ids=["first uses", "aside", "budget", "holes"],
+    [
+        pytest.param(FIRST_USES, id="first uses", marks=pytest.mark.nightly),
+        pytest.param(ASIDE, id="aside", marks=pytest.mark.nightly),
+        pytest.param(BUDGET, id="budget"),
+        pytest.param(HOLES, id="holes", marks=pytest.mark.nightly),
+    ],
 )
 def test_what_a_process_holds(what: str):
     done = subprocess.run(

@@ -211,7 +211,7 @@ def test_the_plan_counts_the_bits(task_of: Any, base: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", ["int8", "nf4"])
+@pytest.mark.parametrize("base", [pytest.param("int8", marks=pytest.mark.nightly), "nf4"])
 def test_one_piece_and_many_give_the_same_adapters(task_of: Any, base: Base):
     def found(micro_batch: int) -> dict[str, torch.Tensor]:
         task = replace(task_of(base=base), valid=None)

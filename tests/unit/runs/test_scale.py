@@ -49,7 +49,7 @@ def test_ranks_of_this_machine_are_measured_and_the_model_is_left_alone():
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_are_started_and_timed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("anybatch.runs.scale.num_cores", lambda: 2)
     one, two, four = ab.scale(task(), [1, 2, 4], steps=4)
