@@ -7,7 +7,9 @@ direction, a block runs from its first operation to the first operation of the n
 memory is allocated there, and freed there or while a neighbor runs.
 
 The result is exact or refused: the two blocks in the middle must have done the same, and everything
-else must be freed at a moment that does not depend on the number of blocks (`NotRegular`).
+else must be freed at a moment that does not depend on the number of blocks (`NotRegular`). Blocks
+are only left out if the result was verified once for the model, on `VERIFIED_AT_EACH_END` blocks at
+each end of a run.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from anybatch.estimate.trace import Block, Operation, Timeline
 from anybatch.plans import Recompute
 
 _AT_EACH_END = 2
+VERIFIED_AT_EACH_END = 6
 _LEAST = 8
 """Minimum number of blocks that are alike for which some are left out."""
 
@@ -125,9 +128,11 @@ def _geometry(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def repeats_of(runs: Sequence[Run], recompute: Recompute) -> list[Repeat]:
+def repeats_of(
+    runs: Sequence[Run], recompute: Recompute, at_each_end: int = _AT_EACH_END
+) -> list[Repeat]:
     """Return what can be left out under `recompute`, which may apply to some of the blocks of a
-    run."""
+    run, if `at_each_end` (2 or more) blocks at each end of a run are kept."""
     known = {name for run in runs for name in run}
     chosen = set(recompute.blocks)
     if recompute.nested or any("*" in name or name == "." for name in chosen):
@@ -136,11 +141,20 @@ def repeats_of(runs: Sequence[Run], recompute: Recompute) -> list[Repeat]:
     for run in runs:
         for _, several in groupby(run, key=lambda name: name in chosen & known):
             part = tuple(several)
-            if len(part) >= _LEAST:
-                middle = part[_AT_EACH_END:-_AT_EACH_END]
-                ends = part[:_AT_EACH_END] + part[-_AT_EACH_END:]
-                found.append(Repeat((ends[0], ends[1], ends[2], ends[3]), middle))
+            if len(part) >= max(_LEAST, 2 * at_each_end + 1):
+                begin, end = at_each_end, len(part) - at_each_end
+                kept = part[begin - 2], part[begin - 1], part[end], part[end + 1]
+                found.append(Repeat(kept, part[begin:end]))
     return found
+
+
+def without(repeats: Sequence[Repeat], others: Sequence[Repeat]) -> list[Repeat]:
+    """Return `repeats` without the blocks that `others` leave out."""
+    gone = {name for other in others for name in other.left_out}
+    return [
+        Repeat(repeat.kept, tuple(name for name in repeat.left_out if name not in gone))
+        for repeat in repeats
+    ]
 
 
 @contextmanager

@@ -25,7 +25,14 @@ from anybatch.compute.along_sequence import PRODUCTS, is_sequence, treats_alike
 from anybatch.compute.joint import Share, nobody
 from anybatch.compute.low_bit_optimizers import is_compiled, parts_of
 from anybatch.compute.optimizer_update import can_part, fuses_divided
-from anybatch.estimate.repeats import NotRegular, Repeat, counted_again, repeats_of, shortened
+from anybatch.estimate.repeats import (
+    NotRegular,
+    Repeat,
+    counted_again,
+    named_again,
+    repeats_of,
+    shortened,
+)
 from anybatch.estimate.stage import cut_of, stage_with_leanest_update
 from anybatch.estimate.subject import Subject
 from anybatch.estimate.trace import Timeline
@@ -182,23 +189,52 @@ class Counting:
 
     def __init__(self, subject: Subject, choice: Choice, device: Device) -> None:
         self._subject = subject
-        self._stage = stage = stage_with_leanest_update(subject, choice, device)
-        self._replica = replica = stage.replica
-        self.update: Update = stage.update
-        self.fuses_divided: bool = fuses_divided(replica.optimizer)
-        self.can_part: bool = can_part(replica.optimizer)
+        self._choice = choice
+        self._device = device
         self.comparison: list[Operation] = []
         self.compares_parameters: bool = False
         self._update: list[Operation] = []
         self._first: Work | None = None
+        self._set_up()
+
+    def _set_up(self) -> None:
+        self._stage = stage = stage_with_leanest_update(self._subject, self._choice, self._device)
+        self._replica = replica = stage.replica
+        self.update: Update = stage.update
+        self.fuses_divided: bool = fuses_divided(replica.optimizer)
+        self.can_part: bool = can_part(replica.optimizer)
 
     def at(self, micro_batch: int) -> Work:
         """Return the work of one micro-batch of that size. If a module keeps what its first pass
         creates, the work of a later pass may be less than that of the first; a new `Counting` shows
         the first. Raises whatever the model or loss raises."""
+        runs = self._subject.runs
+        if self._first is None:
+            self._first = self._counted_first(micro_batch)
+            return self._first
+        try:
+            return self._counted(micro_batch, repeats_of(runs.found, Recompute()))
+        except NotRegular:
+            runs.found = []
+            return self._counted(micro_batch, [])
+
+    def _counted_first(self, micro_batch: int) -> Work:
+        if repeats := self._stage.repeats_to_verify():
+            try:
+                found = self._counted(micro_batch, repeats)
+            except Exception:  # whatever the user's code raises without some of its blocks
+                self._set_up()
+            else:
+                if self._subject.runs.found:
+                    return found
+                if not self._stage.reusable:
+                    self._set_up()
+        return self._counted(micro_batch, [])
+
+    def _counted(self, micro_batch: int, repeats: Sequence[Repeat]) -> Work:
+        """Count without the blocks that `repeats` leave out, and add them. Raises `NotRegular`."""
         subject, stage, replica = self._subject, self._stage, self._replica
         watch, first = Watch(), self._first
-        repeats = repeats_of(subject.runs.found, Recompute())
         with stage.recorded(watch) as timeline:
             watch.timeline, start = timeline, timeline.num_moments
             stage.make_gradients()
@@ -213,6 +249,9 @@ class Counting:
             del batch
             passes, until = watch.operations, timeline.num_moments
             if first is None:
+                watch.phase = ""
+                if repeats:
+                    stage.make_all_gradients()
                 self._update = watch.operations = []
                 watch.phase = "update"
                 stage.run_update()
@@ -224,15 +263,12 @@ class Counting:
             watch.phase = ""
             encoded.clear()
             replica.drop()
+        if repeats:
+            again = counted_again(timeline, start, repeats)
+            passes = list(_with_copies(passes, watch.moments, again, subject.blocks))
+            blocks.count_again(repeats, subject.blocks)
+            mlps.count_again(repeats)
         if first is not None:
-            if repeats:
-                try:
-                    again = counted_again(timeline, start, repeats)
-                except NotRegular:
-                    subject.runs.found = []
-                    return self.at(micro_batch)
-                passes = list(_with_copies(passes, watch.moments, again, subject.blocks))
-                blocks.count_again(repeats, subject.blocks)
             return replace(
                 first,
                 micro_batch=micro_batch,
@@ -240,9 +276,9 @@ class Counting:
                 kept_bytes=blocks.kept_bytes(),
                 saved_bytes=blocks.saved_bytes,
             )
-        stage.verify_repeats(micro_batch, timeline, until)
+        stage.verify_repeats(micro_batch, timeline, until, repeats)
         chains = [replica.model.get_submodule(_path(name)) for name in subject.chains]
-        self._first = Work(
+        return Work(
             micro_batch,
             (*passes, *self._update),
             blocks.kept_bytes(),
@@ -259,7 +295,6 @@ class Counting:
             tiled_part=mlps.part(passes),
             scores_part=watch.scores_part(passes),
         )
-        return self._first
 
     def _blank(self, watch: Watch, seen: list[Any], encoded: Any) -> Share:
         """Return a placeholder for the share of a comparison, which is the same for every
@@ -384,6 +419,13 @@ class _Mlps:
     def __exit__(self, *error: Any) -> None:
         for handle in self._handles:
             handle.remove()
+
+    def count_again(self, repeats: Sequence[Repeat]) -> None:
+        """Count the MLPs of a block for those that were left out in its place."""
+        for name, other in named_again([*self._done], repeats):
+            self._done[other] = self._done[name]
+            if name in self._watch.unlike:
+                self._watch.unlike.add(other)
 
     def tileable(self) -> tuple[str, ...]:
         """Return the names of the MLPs that can run in tiles, without those inside another one."""

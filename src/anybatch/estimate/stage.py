@@ -39,6 +39,7 @@ from anybatch.estimate.kernels import CudaKernels, Kernels
 from anybatch.estimate.layout import layout_on
 from anybatch.estimate.reductions import resident_threads
 from anybatch.estimate.repeats import (
+    VERIFIED_AT_EACH_END,
     NotRegular,
     Repeat,
     do_the_same,
@@ -47,6 +48,7 @@ from anybatch.estimate.repeats import (
     repeats_of,
     runs_of,
     shortened,
+    without,
 )
 from anybatch.estimate.subject import Subject
 from anybatch.estimate.trace import COPIED, Block, Recorder, Timeline, Tracer, recording
@@ -194,11 +196,16 @@ class Stage:
         return self._joined(whole, self._steady.commit_bytes, count, repeats)
 
     def _short_passes(
-        self, choice: Choice, count: int, repeats: Sequence[Repeat], add: bool = False
+        self,
+        choice: Choice,
+        count: int,
+        repeats: Sequence[Repeat],
+        add: bool = False,
+        gone: Sequence[Repeat] = (),
     ) -> Timeline:
         """Trace the passes of a step without the blocks that `repeats` leave out, and return the trace
-        with them. `add`: whether there are gradients, to which the first pass adds. Raises
-        `NotRegular`, and whatever the model or loss raises."""
+        with them, except for those of `gone`. `add`: whether there are gradients, to which the first
+        pass adds. Raises `NotRegular`, and whatever the model or loss raises."""
         model, written = self.replica.model, self._subject.written
         step = self._begin()
         with self._open():
@@ -217,7 +224,7 @@ class Stage:
         for block in waiting:
             block.died = None
         written.update(dict.fromkeys(name for _, name in named_again([*written], repeats)))
-        return self._expanded(step, repeats)
+        return self._expanded(step, without(repeats, gone))
 
     def _expanded(self, step: Timeline, repeats: Sequence[Repeat]) -> Timeline:
         if not self.reusable:
@@ -228,18 +235,26 @@ class Stage:
         """Trace an update of all parameters after a pass."""
         step = self._begin()
         with self._open():
-            if self.replica.buckets is not None:
-                self.replica.buckets.attach()
-            self.make_gradients()
+            self.make_all_gradients()
             begun = step.num_moments
             self.run_update()
         self._decide_reuse(step)
         return _TracedUpdate(step, begun)
 
-    def verify_repeats(self, size: int, whole: Timeline, until: int) -> None:
+    def repeats_to_verify(self) -> list[Repeat]:
+        """Return the blocks that are left out even of the trace with which `verify_repeats` compares
+        a shorter one."""
+        if self.replica.is_joint:
+            return []
+        runs = runs_of(self.replica.model, self._subject.blocks)
+        return repeats_of(runs, Recompute(), VERIFIED_AT_EACH_END)
+
+    def verify_repeats(
+        self, size: int, longer: Timeline, until: int, gone: Sequence[Repeat]
+    ) -> None:
         """Determine the runs of blocks of which a trace needs a few (`Subject.runs`). They are used
-        only if the trace of a pass over `size` samples with few of them is the same as `whole`, up to
-        its moment `until`, which ran all."""
+        only if the trace of a pass over `size` samples with few of them is the same as `longer`, up to
+        its moment `until`, which ran all except for those that `gone` leave out."""
         subject, model = self._subject, self.replica.model
         runs = runs_of(model, subject.blocks)
         repeats = repeats_of(runs, Recompute())
@@ -247,7 +262,7 @@ class Stage:
             return
         try:
             choice = self._plain.model_copy(update={"micro_batch": size})
-            found = self._short_passes(choice, 1, repeats, add=True)
+            found = self._short_passes(choice, 1, repeats, add=True, gone=gone)
         except NotRegular:
             return
         except Exception:  # whatever the user's code raises without some of its blocks
@@ -256,7 +271,7 @@ class Stage:
                 del subject.stages[key]
             return
         start = self._head.num_moments
-        if do_the_same(whole, found, start, (until, found.num_moments)):
+        if do_the_same(longer, found, start, (until, found.num_moments)):
             subject.runs.found = list(runs)
 
     def evaluation(self, choice: Choice) -> Traced:
@@ -393,6 +408,12 @@ class Stage:
                 for value in state.values():
                     if isinstance(value, torch.Tensor) and value.shape == param.shape:
                         self._tracer.block_of(value).num_bytes = 0
+
+    def make_all_gradients(self) -> None:
+        """Create gradients, also those that a pass without some blocks did not touch."""
+        if self.replica.buckets is not None:
+            self.replica.buckets.attach()
+        self.make_gradients()
 
     def make_gradients(self) -> None:
         """Create gradients, to which the next pass adds."""

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.data import TensorDataset
 
 import anybatch as ab
-from anybatch.estimate import Subject, subject_of
+from anybatch.estimate import Subject, stage, subject_of
 from anybatch.estimate.family import Traced
 from anybatch.estimate.repeats import Runs
 from anybatch.estimate.seconds_work import Counting, Work
@@ -25,7 +25,7 @@ from anybatch.plans import Choice, Recompute
 
 CPU = Machine.here("64MiB", "cpu").device
 ABSENT = Machine.describe("24GiB").device
-NUMBER = 12
+NUMBER = 16
 NAMES = tuple(f"blocks.{i}" for i in range(NUMBER))
 
 
@@ -210,22 +210,40 @@ def test_casts_and_copies_of_weights_are_those_of_all_blocks(precision: Any) -> 
     assert one.runs.found == [NAMES]
 
 
+@pytest.mark.parametrize("flat", [False, True], ids=["one rank", "buckets"])
 @pytest.mark.parametrize("device", [CPU, ABSENT], ids=["cpu", "absent"])
-def test_the_work_of_a_few_blocks_is_that_of_all(device: Device) -> None:
-    one = subject(Deep)
+def test_the_work_of_a_few_blocks_is_that_of_all(
+    device: Device, flat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = replace(subject(Deep), flat=flat)
     choice = Choice(micro_batch=8, evaluation_batch=8)
 
-    def works(on: Device) -> tuple[Work, Work]:
-        counting = Counting(one, choice, on)
-        counting.at(8)
-        other = without_repeats(one)
-        return counting.at(32), Counting(other, choice, on).at(32)
+    def works(of: Subject) -> list[Work]:
+        def count(on: Device) -> list[Work]:
+            counting = Counting(of, choice, on)
+            return [counting.at(8), counting.at(32)]
 
-    short, whole = one.following(device, works)
+        return of.following(device, count)
+
+    short = works(one)
     assert one.runs.found == [NAMES]
-    # The order of operations does not matter.
-    assert Counter(short.operations) == Counter(whole.operations)
-    assert replace(short, operations=()) == replace(whole, operations=())
+    monkeypatch.setattr(stage, "VERIFIED_AT_EACH_END", NUMBER)
+    monkeypatch.setattr(stage, "runs_of", lambda *_: [])
+    for few, whole in zip(short, works(without_repeats(one)), strict=True):
+        # The order of operations does not matter.
+        assert Counter(few.operations) == Counter(whole.operations)
+        assert replace(few, operations=()) == replace(whole, operations=())
+
+
+def test_work_is_counted_on_a_few_blocks() -> None:
+    calls: list[nn.Module] = []
+    hook = register_module_forward_pre_hook(
+        lambda module, _: calls.append(module) if isinstance(module, Block) else None
+    )
+    with hook:
+        counted(Deep, ABSENT)
+    assert len(calls) == 12 + 4  # to count, and to verify
+    assert len(set(calls)) == 12
 
 
 def test_few_blocks_run_however_many_there_are() -> None:
@@ -275,7 +293,7 @@ def test_runs_are_of_blocks_with_equal_settings() -> None:
             block.requires_grad_(False)
         return model
 
-    assert counted(frozen, ABSENT).runs.found == []
+    assert counted(frozen, ABSENT).runs.found == [NAMES[6:]]
 
 
 def test_a_block_that_occurs_several_times_is_not_a_run() -> None:
