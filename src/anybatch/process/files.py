@@ -1,5 +1,4 @@
-"""Atomic writing of files and folders, files of atomic records, and the location of the user's
-cache."""
+"""Atomic writing of files and folders, and the location of the user's cache."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import final
 
 from anybatch.errors import InputError
 
@@ -34,36 +32,6 @@ def write_whole(path: str | os.PathLike[str], text: str, what: str, remedy: str 
         why = f"{error.strerror}; {remedy}" if remedy else error.strerror
         raise InputError(f"{what} cannot be written to {target}: {why}.") from None
     return target
-
-
-@final
-class Records:
-    """A file to which records are appended, each of them atomically. A record is passed to the
-    operating system at once, so appended records survive a kill of the process.
-
-    Raises `OSError` if the file cannot be opened.
-    """
-
-    def __init__(self, path: Path) -> None:
-        # Unbuffered, so that closing the file does not write part of a failed record again.
-        self._file = path.open("ab", buffering=0)
-
-    def append(self, record: bytes) -> None:
-        """Append `record`. Raises `OSError` if this fails; earlier records stay unchanged."""
-        rest = memoryview(record)
-        begin = self._file.seek(0, os.SEEK_END)  # a failed write may have moved the position
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError:
-            # Only regular files can be truncated; the error of the write is the one to raise.
-            with contextlib.suppress(OSError):
-                self._file.truncate(begin)
-            raise
-
-    def close(self) -> None:
-        """Close the file. A second call has no effect."""
-        self._file.close()
 
 
 def cache_folder() -> Path:

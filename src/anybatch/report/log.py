@@ -19,7 +19,6 @@ from typing import Self
 
 from anybatch.errors import InputError, StopTraining
 from anybatch.events import Event, Sink, StepDone, from_json, to_json
-from anybatch.process.files import Records
 
 _LOOK_SECONDS = 0.1
 
@@ -43,19 +42,26 @@ class EventLog:
         self.path: Path = Path(path)
         try:
             _mend(self.path)
-            self._records = Records(self.path)
+            # Unbuffered, so that closing the file does not write part of a failed line again.
+            self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise _unwritable(self.path, error) from None
 
     def __call__(self, event: Event) -> None:
+        rest = memoryview(to_json(event).encode() + b"\n")
+        begin = self._file.seek(0, os.SEEK_END)  # a failed write may have moved the position
         try:
-            self._records.append(to_json(event).encode() + b"\n")
+            while rest:
+                rest = rest[self._file.write(rest) :]
         except OSError as error:
+            # Only regular files can be truncated; the error of the write is the one to raise.
+            with contextlib.suppress(OSError):
+                self._file.truncate(begin)
             raise _unwritable(self.path, error) from None
 
     def close(self) -> None:
         """Close the file. Closing twice does no harm."""
-        self._records.close()
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self

@@ -51,7 +51,7 @@ def write(folder: str | os.PathLike[str]) -> Path:
     """
     run = Path(folder)
     plan = Plan.load(run / "plan.json")
-    record = Record.of(iterate(run / "events.jsonl"))
+    record = Record(iterate(run / "events.jsonl"))
     ended, started = record.ended, record.starts[0] if record.starts else None
     if ended is None:
         outcome = Tag("no end recorded: the run was killed, or is still going", "warn")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +29,6 @@ _COLUMNS = (
 """The fields of `StepDone` that are kept: a run may have millions of steps."""
 
 
-def _empty_columns() -> dict[str, array[float]]:
-    return {name: array("d") for name in _COLUMNS}
-
-
-@dataclass
 class Record:
     """The events of a run.
 
@@ -44,22 +38,17 @@ class Record:
         others: all events except steps, in order.
     """
 
-    starts: list[RunStarted] = field(default_factory=list)
-    ends: list[RunEnded] = field(default_factory=list)
-    evaluations: list[Evaluated] = field(default_factory=list)
-    others: list[Event] = field(default_factory=list)
-    _columns: dict[str, array[float]] = field(default_factory=_empty_columns)
-    _metrics: dict[str, array[float]] = field(default_factory=dict)
-    _noise: Series = field(default_factory=Series)
-    _last_time: float | None = None
-
-    @classmethod
-    def of(cls, events: Iterable[Event]) -> Record:
-        """Create the record of `events`."""
-        record = cls()
+    def __init__(self, events: Iterable[Event]) -> None:
+        self.starts: list[RunStarted] = []
+        self.ends: list[RunEnded] = []
+        self.evaluations: list[Evaluated] = []
+        self.others: list[Event] = []
+        self._columns = {name: array("d") for name in _COLUMNS}
+        self._metrics: dict[str, array[float]] = {}
+        self._noise = Series()
+        self._last_time: float | None = None
         for event in events:
-            record._add(event)
-        return record
+            self._add(event)
 
     @property
     def num_steps(self) -> int:

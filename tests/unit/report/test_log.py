@@ -169,7 +169,7 @@ def test_a_full_disk_is_an_input_error():
 def test_a_line_that_did_not_fit_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = written(tmp_path)
     with EventLog(path) as log:
-        monkeypatch.setattr(log._records, "_file", NearlyFull(log._records._file))
+        monkeypatch.setattr(log, "_file", NearlyFull(log._file))
         with pytest.raises(InputError, match="No space left"):
             log(make_end())
     assert path.read_bytes().endswith(b"\n")
@@ -181,12 +181,12 @@ def test_lines_follow_those_before_after_others_that_did_not_fit(
 ):
     path = written(tmp_path)
     with EventLog(path) as log:
-        file = log._records._file
-        monkeypatch.setattr(log._records, "_file", NearlyFull(file))
+        file = log._file
+        monkeypatch.setattr(log, "_file", NearlyFull(file))
         for _ in range(2):  # the first in part, the second not at all
             with pytest.raises(InputError, match="No space left"):
                 log(make_step(2))
-        monkeypatch.setattr(log._records, "_file", file)
+        monkeypatch.setattr(log, "_file", file)
         log(make_step(3))
     assert same(read(path), [make_start(), make_step(1), make_step(3)])
 
@@ -256,7 +256,7 @@ def test_no_damage_to_its_log_keeps_a_run_from_being_resumed(tmp_path: Path):
                     log(make_start())
                     log(make_end())
             assert same(read(path)[-2:], [make_start(), make_end()])
-            record = Record.of(read(path))
+            record = Record(read(path))
         assert np.isfinite(record.column("step")).all()
         num_damaged += any("damaged" in str(one.message) for one in told)
     assert num_damaged > 100
