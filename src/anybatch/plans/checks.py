@@ -23,7 +23,6 @@ def check(plan: Plan) -> None:
     _check_ranks(plan)
     _check_exchange(plan)
     _check_grains(plan)
-    _check_kernels(plan)
     _check_choices(plan)
 
 
@@ -84,33 +83,23 @@ def _check_sharding(plan: Plan) -> None:
 
 def _check_exchange(plan: Plan) -> None:
     exchange, parallel = plan.exchange, plan.parallel
-    precisions = [choice.precision for choice in (plan.choice, *plan.ladder)]
-    masters = next((p for p in precisions if p.endswith("-weights")), None)
-    if plan.norms == "synchronised" and not exchange.is_exact:
-        raise ValueError(
-            f"norms is 'synchronised' and exchange asks for {exchange.describe()}, but ranks then"
-            " meet inside passes, which only the exact 'replicate' does: leave one of them out"
-        )
     if exchange.is_exact:
         return
     told = exchange.describe()
-    if parallel != "replicate":
+    if parallel != "replicate" or plan.norms == "synchronised":
         raise ValueError(
-            f"exchange asks for {told}, but parallel is {parallel!r}: make it 'replicate', or"
-            " leave exchange out"
+            f"exchange asks for {told}, but parallel is {parallel!r} and norms {plan.norms!r}: make"
+            " them 'replicate' and 'ghosts', or leave exchange out"
         )
-    if exchange.stale and (scaled := [p for p in precisions if p in LOSS_SCALED]):
-        raise ValueError(
-            f"exchange.stale is true and precision is {scaled[0]!r}, whose loss scale may change"
-            " before a late gradient is applied: take bf16"
-        )
+    for precision in (choice.precision for choice in (plan.choice, *plan.ladder)):
+        is_late = exchange.stale and precision in LOSS_SCALED
+        if is_late or (exchange.every > 1 and precision.endswith("-weights")):
+            raise ValueError(
+                f"exchange asks for {told}, and precision is {precision!r}, whose loss scale or"
+                " float32 weights change in between: take bf16"
+            )
     if exchange.every == 1:
         return
-    if masters:
-        raise ValueError(
-            f"exchange asks for {told}, and precision is {masters!r}, whose weights have float32"
-            " copies that would have to be averaged too: take bf16 or fp16"
-        )
     if plan.balance == "measured":
         raise ValueError(
             f"exchange asks for {told}, and balance is 'measured', but ranks that take steps by"
@@ -134,51 +123,35 @@ def _check_grains(plan: Plan) -> None:
         )
     if grain is None:
         return
-    why = f"task.grain is {grain}, so the run is to be reproducible, but"
-    if plan.parallel not in ("single", "replicate"):
-        raise ValueError(
-            f"{why} parallel is {plan.parallel!r}, which adds up gradients in an order of its own:"
-            " make it 'replicate'"
-        )
-    if not plan.exchange.is_exact:
-        raise ValueError(f"{why} exchange asks for {plan.exchange.describe()}: leave it out")
-    if plan.norms == "synchronised":
-        raise ValueError(
-            f"{why} norms is 'synchronised', whose sums depend on the ranks: make it 'ghosts'"
-        )
-    if plan.balance == "measured":
-        raise ValueError(
-            f"{why} balance is 'measured', and ranks take whole parts: make it 'fixed'"
-        )
-    kernels = plan.kernels
-    if kernels.autotune or kernels.compile:
-        raise ValueError(
-            f"{why} kernels asks for {kernels.describe()}, where measured times decide what computes:"
-            " leave it out"
-        )
+    faults = [
+        (f"parallel is {plan.parallel!r}", plan.parallel not in ("single", "replicate")),
+        (f"exchange asks for {plan.exchange.describe()}", not plan.exchange.is_exact),
+        (f"norms is {plan.norms!r}", plan.norms == "synchronised"),
+        (f"balance is {plan.balance!r}", plan.balance == "measured"),
+        (
+            f"kernels asks for {plan.kernels.describe()}",
+            plan.kernels.autotune or plan.kernels.compile,
+        ),
+    ]
     for place, choice in _choices(plan):
-        if choice.micro_batch != grain:
-            raise ValueError(
-                f"{why} {place}.micro_batch is {choice.micro_batch}: make it the grain, or give the"
-                " task other grains"
-            )
-        if choice.chunked_head:
-            raise ValueError(
-                f"{why} {place}.chunked_head is {choice.chunked_head!r}, and a loss in chunks rounds"
-                " otherwise: leave it empty"
-            )
-
-
-def _check_kernels(plan: Plan) -> None:
-    kernels, is_cpu = plan.kernels, plan.device == "cpu"
-    if kernels.autotune and is_cpu:
+        faults += [
+            (f"{place}.micro_batch is {choice.micro_batch}", choice.micro_batch != grain),
+            (f"{place}.chunked_head is {choice.chunked_head!r}", bool(choice.chunked_head)),
+        ]
+    if found := [fault for fault, is_there in faults if is_there]:
         raise ValueError(
-            "kernels.autotune is true, but device is 'cpu', and what is tuned is cuDNN, of CUDA"
-            " devices: make it false"
+            f"task.grain is {grain}, so the run is to be reproducible, but its bits would depend on"
+            f" this: {', '.join(found)}. Make parallel 'replicate', each micro_batch the grain, and"
+            " leave the others out"
         )
 
 
 def _check_choices(plan: Plan) -> None:
+    if plan.kernels.autotune and plan.device == "cpu":
+        raise ValueError(
+            "kernels.autotune is true, but device is 'cpu', and what is tuned is cuDNN, of CUDA"
+            " devices: make it false"
+        )
     ghost, whole = plan.task.ghost_batch, plan.task.global_batch
     unit = min(ghost or 1, whole)
     for place, choice in _choices(plan):
