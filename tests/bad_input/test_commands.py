@@ -51,10 +51,10 @@ def a_loss(code: str) -> str:
 TASKS = [
     Bad("unknown-recipe", "", ("'digit'", "give 'digits', "), "train digit"),
     Bad("missing-file", "", ("'tsk.py'", "does not exist", "'task.py'"), "train tsk.py"),
-    Bad("folder", "", ("'.'", "is a folder", "FILE.py"), "train ."),
+    Bad("folder", "", ("'.'", "is not a .py file", "FILE.py"), "train ."),
     Bad("no-such-function", "", ("'tsk'", "FILE.py:function, 'task'"), "train task.py:tsk"),
     Bad("no-task-function", "del task\n", ("no function 'task'", "FILE.py:function", "'given'")),
-    Bad("not-callable", "task = 3\n", ("'task'", "type int", "make it a function")),
+    Bad("not-callable", "task = 3\n", ("no function 'task'", "FILE.py:function")),
     Bad("not-a-task", "def task(): return 3\n", ("'task'", "type int", "return an anybatch.Task")),
     Bad("returns-nothing", "def task(): pass\n", ("returned None", "return an anybatch.Task")),
     Bad(

@@ -106,11 +106,6 @@ def _find(spec: str) -> _Found:
         file = Path(str(recipes.__file__))
         return _Found(getattr(recipes, spec), f"the recipe {spec!r}", spec, file, spec)
     path, function = _split(spec)
-    if function is not None and path in _RECIPES:
-        raise InputError(
-            f"the task {spec!r} names a function of the recipe {path!r}, but a recipe has just the"
-            f" one: give {path!r}."
-        )
     if os.sep not in path and not path.endswith(".py") and not os.path.lexists(path):
         own = f"{path}.py" if os.path.isfile(f"{path}.py") else "FILE.py"
         raise InputError(
@@ -162,16 +157,14 @@ def _split(spec: str) -> tuple[str, str | None]:
 def _checked_file(spec: str, path: str) -> Path:
     expanded = os.path.expanduser(path)
     remedy = "give a Python file as FILE.py or FILE.py:function"
-    if os.path.isdir(expanded):
-        raise InputError(f"the task {spec!r} is a folder: {remedy}.")
-    if not os.path.isfile(expanded):
+    if not os.path.exists(expanded):
         files = sorted(Path(os.path.dirname(expanded) or os.curdir).glob("*.py"))
         there = f", such as {listed(map(str, files), path)}" if files else ""
         raise InputError(
             f"the file {path!r} of the task {spec!r} does not exist (looked from {os.getcwd()}):"
             f" {remedy}{there}."
         )
-    if not path.endswith(".py"):
+    if not path.endswith(".py") or not os.path.isfile(expanded):
         raise InputError(f"the task {spec!r} is not a .py file: {remedy}.")
     return Path(expanded).resolve()
 
@@ -184,27 +177,14 @@ def _function_in(module: ModuleType, name: str, spec: str) -> Callable[..., Any]
         and value.__module__ == module.__name__
         and not key.startswith("_")
     ]
-    if not hasattr(module, name):
+    function = getattr(module, name, None)
+    if not callable(function):
         remedy = (
             f"name one of its functions as FILE.py:function, {listed(functions, name)}"
             if functions
             else "it has none at all; write one that returns an anybatch.Task"
         )
         raise InputError(f"the file of the task {spec!r} has no function {name!r}: {remedy}.")
-    function = getattr(module, name)
-    if not callable(function):
-        raise InputError(
-            f"{name!r} in the file of the task {spec!r} is a value of type"
-            f" {type(function).__name__}, which cannot be called: make it a function that returns"
-            " an anybatch.Task."
-        )
-    try:
-        inspect.signature(function)
-    except (ValueError, TypeError) as error:
-        raise InputError(
-            f"{name!r} in the file of the task {spec!r} does not tell its arguments ({error}): name"
-            " a plain function that returns an anybatch.Task."
-        ) from error
     return function
 
 

@@ -167,15 +167,14 @@ def test_an_unchanged_file_is_run_once(here):
         ("no/where.py:task", ["'no/where.py' of the task 'no/where.py:task'", "does not exist"]),
         ("x" * 5000 + ".py", ["does not exist"]),
         ("nul\0.py", ["does not exist"]),
-        ("folder", ["'folder' is a folder", "FILE.py"]),
-        (".", ["'.' is a folder"]),
-        ("folder.py", ["'folder.py' is a folder"]),
+        ("folder", ["'folder' is not a .py file", "FILE.py"]),
+        (".", ["'.' is not a .py file"]),
+        ("folder.py", ["'folder.py' is not a .py file"]),
         ("notes.txt", ["'notes.txt' is not a .py file", "FILE.py"]),
         ("good.py:tsk", ["no function 'tsk'", "FILE.py:function, 'task'"]),
         ("good.py:", ["no function ''"]),
         ("bare.py", ["no function 'task'", "it has none", "anybatch.Task"]),
-        ("good.py:VALUE", ["'VALUE'", "type int", "cannot be called"]),
-        ("good.py:builtin", ["'builtin'", "does not tell its arguments"]),
+        ("good.py:VALUE", ["no function 'VALUE'"]),
         ("good.py:nothing", ["'nothing' of 'good.py' returned None", "anybatch.Task"]),
         ("good.py:number", ["returned a value of type int", "anybatch.Task"]),
         ("good.py:build", ["returned a value of type Linear"]),
@@ -191,7 +190,6 @@ def test_what_cannot_be_resolved_is_told_in_one_sentence(here, spec, said):
         "good.py",
         """
         VALUE = 3
-        builtin = dict
         def nothing(): pass
         def number(): return 3
         def needy(size: int): return task(size)
