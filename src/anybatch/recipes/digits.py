@@ -11,12 +11,11 @@ from __future__ import annotations
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -179,39 +178,25 @@ _Images: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _scikit_learn() -> _Images:
-    pixels, labels = _arrays()
-    x = torch.as_tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-    y = torch.as_tensor(labels, dtype=torch.int64)
+    """The images of scikit-learn's `load_digits`, with pixels from 0 to 16. Its file is read without
+    scikit-learn, whose import, with SciPy, takes each rank as long as that of torch."""
+    package = find_spec("sklearn")
+    places = package.submodule_search_locations if package is not None else None
+    files = (Path(place, "datasets", "data", "digits.csv.gz") for place in places or ())
+    if (file := next(filter(Path.is_file, files), None)) is None:
+        raise InputError(
+            "the recipe 'digits' takes its images from scikit-learn, which is not installed: pip"
+            " install anybatch[recipes], or give a folder with MNIST's files (-s data=FOLDER)."
+        )
+    table = np.loadtxt(file, delimiter=",")
+    x = torch.as_tensor(table[:, :-1], dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    y = torch.as_tensor(table[:, -1], dtype=torch.int64)
     # Hold out every fifth image in the order of the labels: the split is the same on every machine and
     # for every seed, and a fifth of each digit is held out.
     by_label = y.argsort(stable=True)
     held_out = by_label[::5]
     kept = torch.ones(len(y), dtype=torch.bool).index_fill(0, held_out, False)
     return x[kept], y[kept], x[held_out], y[held_out]
-
-
-def _arrays() -> tuple[NDArray[Any], NDArray[Any]]:
-    """The arrays of scikit-learn's `load_digits`: pixels from 0 to 16 (1797, 64), and labels (1797).
-
-    Read from scikit-learn's data file if possible, since importing scikit-learn, and with it SciPy,
-    takes each rank as long as importing torch.
-    """
-    package = find_spec("sklearn")
-    places = package.submodule_search_locations if package is not None else None
-    for file in (Path(place, "datasets", "data", "digits.csv.gz") for place in places or ()):
-        if file.is_file():
-            table = np.loadtxt(file, delimiter=",")
-            return table[:, :-1], table[:, -1]
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise InputError(
-            "the recipe 'digits' takes its images from scikit-learn, which cannot be imported"
-            f" ({error}): pip install anybatch[recipes], or give a folder with MNIST's files"
-            " (-s data=FOLDER)."
-        ) from error
-    pixels, labels = load_digits(return_X_y=True)
-    return pixels, labels
 
 
 def _mnist(folder: Path) -> _Images:
