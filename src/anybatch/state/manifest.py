@@ -99,39 +99,29 @@ class Manifest(Record):
     def _fits_together(self) -> Manifest:
         places: list[list[tuple[int, int]]] = [[] for _ in self.files]
         for name, record in self.tensors.items():
-            shown = repr(name[:100])
-            if record.dtype not in DTYPES:
-                raise ValueError(f"{shown} has an unknown dtype {record.dtype[:40]!r}")
-            if len(record.shape) > _MOST_DIMS:
-                raise ValueError(f"{shown} has {len(record.shape)} dims")
-            itemsize = DTYPES[record.dtype].itemsize
-            num_elements = math.prod(record.shape)
-            if num_elements * itemsize > self.num_bytes:
-                raise ValueError(f"{shown} is larger than all files together")
-            for part in record.slices:
-                if part.file >= len(self.files):
-                    raise ValueError(
-                        f"a slice of {shown} is in file {part.file}, which there is not"
-                    )
-                if not _inside(part, record.shape):
-                    raise ValueError(f"a slice of {shown} is empty, or not within its shape")
-                num_bytes = math.prod(part.sizes) * itemsize
-                if len(part.checksums) != -(-num_bytes // self.block_bytes):
-                    raise ValueError(f"a slice of {shown} has {len(part.checksums)} checksums")
-                places[part.file].append((part.start, part.start + num_bytes))
-            if sum(math.prod(part.sizes) for part in record.slices) != num_elements:
-                raise ValueError(f"the slices of {shown} are not the whole of it")
+            if not self._holds(record, places):
+                raise ValueError(f"{name[:100]!r} is not a tensor that the files hold")
         for number, (num_bytes, taken) in enumerate(zip(self.files, places, strict=True)):
-            end = 0
-            for start, stop in sorted(taken):
-                if start != end:
-                    raise ValueError(f"in file {number} slices overlap, or leave gaps")
-                end = stop
-            if end != num_bytes:
-                raise ValueError(
-                    f"file {number} is said to have {num_bytes} bytes, its slices {end}"
-                )
+            spans = sorted(taken)
+            ends = [0, *(stop for _, stop in spans)]
+            if ends != [*(start for start, _ in spans), num_bytes]:
+                raise ValueError(f"in file {number} slices overlap, or leave gaps")
         return self
+
+    def _holds(self, record: TensorRecord, places: list[list[tuple[int, int]]]) -> bool:
+        """Returns whether the slices of a tensor make up the whole of it. Adds their places in each
+        file to `places`."""
+        dtype = DTYPES.get(record.dtype)
+        if dtype is None or len(record.shape) > _MOST_DIMS:
+            return False
+        for part in record.slices:
+            num_bytes = math.prod(part.sizes) * dtype.itemsize
+            num_blocks = -(-num_bytes // self.block_bytes)
+            is_within = part.file < len(self.files) and _inside(part, record.shape)
+            if not is_within or len(part.checksums) != num_blocks:
+                return False
+            places[part.file].append((part.start, part.start + num_bytes))
+        return sum(math.prod(part.sizes) for part in record.slices) == math.prod(record.shape)
 
     def to_bytes(self) -> bytes:
         """Returns the manifest as it is written to its file."""
