@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from anybatch.compute.building import copy_of
 from anybatch.compute.loss_reduction_check import compares_samples
 from anybatch.data import differs
 from anybatch.errors import DataError, some
@@ -55,7 +54,8 @@ def causes_of(runs: Runs, tolerance: float) -> Iterator[str]:
             " the result depends on the micro-batch: use anybatch's ghost batches (plain"
             " torch BatchNorm), GroupNorm or LayerNorm."
         )
-    if frequent := _frequent(runs):
+    named = runs.model.named_modules()
+    if frequent := [name for name, m in named if getattr(m, "scale_grad_by_freq", False)]:
         found = True
         yield (
             f"{some(frequent)} divide{'s' if len(frequent) == 1 else ''} gradients by how often an id"
@@ -154,20 +154,6 @@ def _kept_state(runs: Runs, tolerance: float, norms: Sequence[str]) -> Sequence[
     first, again, kept = runs.twice(norms)
     near = max(tolerance, _ALIKE_IN_FLOAT32) * max(abs(first), _TINY)
     return kept if abs(first - again) > near else None
-
-
-def _frequent(runs: Runs) -> list[str]:
-    """Return the embeddings that divide gradients by the frequency of ids, if this makes the pieces
-    differ."""
-    model = copy_of(runs.model)
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    found = [(n, m) for n, m in model.named_modules() if isinstance(m, kinds)]
-    names = [name for name, module in found if module.scale_grad_by_freq]
-    for _, module in found:
-        module.scale_grad_by_freq = False
-    if names and replace(runs, model=model).deviation_when(()) < runs.deviation_when(()) / 10:
-        return names
-    return []
 
 
 def _compares_samples(runs: Runs) -> bool:
