@@ -121,8 +121,6 @@ def load_state(model: nn.Module, state: Mapping[str, Any], source: str | os.Path
 def write_state(state: dict[str, Any], target: Path, as_torch: bool | None = None) -> None:
     """Writes `state` to `target`, completely or not at all, in torch's format or as safetensors
     (`as_torch`; None: determined by the suffix). Raises `InputError` if it cannot be written."""
-    if target.is_dir():
-        raise InputError(f"the weights cannot be written to {target}: it is a folder; name a file.")
     partial = target.with_name(f".{target.name}.partial")
     if as_torch is None:
         as_torch = target.suffix in TORCH_SUFFIXES
@@ -134,18 +132,15 @@ def write_state(state: dict[str, Any], target: Path, as_torch: bool | None = Non
             _write_safetensors(state, partial)
         partial.replace(target)
     except (OSError, SafetensorError, RuntimeError) as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         if is_memory_error(error):
             raise
         raise InputError(
             f"the weights cannot be written to {target} ({error}): is there room, and may you write"
             " there?"
         ) from None
-    except BaseException:
+    finally:  # if it was not renamed
         with contextlib.suppress(OSError):
             partial.unlink()
-        raise
 
 
 def _write_safetensors(state: dict[str, Any], path: Path) -> None:
@@ -222,10 +217,6 @@ def read_weights(path: Path) -> Mapping[str, Any]:
         with path.open("rb") as file:
             head = file.read(16)
     except OSError as error:
-        if path.is_dir():
-            raise InputError(
-                f"there are no weights at {path}: it is a folder; name a file."
-            ) from None
         raise InputError(
             f"there are no weights at {path} ({error.strerror}): give a .safetensors file, or one that"
             " torch.save wrote."
