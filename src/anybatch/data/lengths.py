@@ -96,37 +96,22 @@ finding them may require reading the whole data set."""
 
 
 def _checked(found: Any, dataset: Any, name: str) -> Tensor:
-    try:
-        lengths = _whole_numbers(found)
-    except (TypeError, ValueError, RuntimeError) as error:
-        listed = enumerate(found) if isinstance(found, list | tuple) else ()
-        at = next((pair for pair in listed if not isinstance(pair[1], Integral)), None)
-        told = f"that of sample {at[0]} is {at[1]!r}" if at else str(error)
+    array = np.asarray(found.cpu() if isinstance(found, Tensor) else found)
+    if array.dtype.kind not in "iu" or array.ndim != 1 or (array < 0).any():
+        pairs = enumerate(found) if isinstance(found, list | tuple) else ()
+        at = next((it for it in pairs if not isinstance(it[1], Integral) or it[1] < 0), None)
+        told = f"they are {array.dtype} of shape {array.shape}"
         raise InputError(
-            f"the lengths of the {name} samples cannot be used ({told}): give one whole number for"
-            " each sample."
-        ) from None
-    if len(lengths) != len(dataset):
+            f"the lengths of the {name} samples cannot be used"
+            f" ({f'that of sample {at[0]} is {at[1]!r}' if at else told}): give one whole number of at"
+            " least zero for each sample."
+        )
+    if len(array) != len(dataset):
         raise InputError(
-            f"there are {len(lengths)} lengths for {len(dataset)} {name} samples: give one for each"
+            f"there are {len(array)} lengths for {len(dataset)} {name} samples: give one for each"
             " (or a function from a data set to the lengths of its samples)."
         )
-    if len(lengths) and int(lengths.min()) < 0:
-        worst = int(lengths.argmin())
-        raise InputError(
-            f"the length of {name} sample {worst} is {int(lengths[worst])}: give whole numbers of at"
-            " least zero."
-        )
-    return lengths.clamp(min=1)
-
-
-def _whole_numbers(found: Any) -> Tensor:
-    lengths = found if isinstance(found, Tensor) else torch.from_numpy(np.asarray(found))
-    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
-        raise TypeError(f"they are of type {str(lengths.dtype).removeprefix('torch.')}")
-    if lengths.dim() != 1:
-        raise ValueError(f"their shape is {tuple(lengths.shape)}")
-    return lengths.to("cpu", torch.int64)
+    return torch.from_numpy(array.astype(np.int64, copy=False)).clamp(min=1)
 
 
 def longest_first(lengths: Tensor, steps: Steps, order: Tensor, epoch: int) -> Tensor:

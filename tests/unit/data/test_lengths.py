@@ -159,11 +159,11 @@ def test_lengths_are_given_or_asked_for_once():
     ("given", "says"),
     [
         ([1, 2], "there are 2 lengths for 3 training samples"),
-        ([1, -2, 3], "the length of training sample 1 is -2"),
+        ([1, -2, 3], "that of sample 1 is -2"),
         ([1, 2.5, 3], "that of sample 1 is 2.5"),
         ([1, None, 3], "that of sample 1 is None"),
-        (np.ones((3, 2), dtype=int), "their shape is (3, 2)"),
-        (torch.ones(3), "they are of type float32"),
+        (np.ones((3, 2), dtype=int), "they are int64 of shape (3, 2)"),
+        (torch.ones(3), "they are float32 of shape (3,)"),
         (lambda data: 7, "cannot be used"),
     ],
 )
