@@ -2,11 +2,10 @@
 the outputs.
 
 Data with a length is cut into one contiguous part per rank, in proportion to the ranks' shares. A
-stream is read entirely by every rank, which keeps its own blocks, in proportion to its share:
+stream is read entirely by every rank, which keeps its own blocks; ranks with a share take turns:
 
     by index   rank 0: 0 1 2 3 | rank 1: 4 5 6         7 samples, 2 ranks, equal shares
     stream     0 1 | 2 3 | 4 5 | 6                     blocks of 2: ranks 0, 1, 0, 1
-    stream     0 1 | 2 3 | 4 5 | 6                     shares 2 and 1: ranks 0, 1, 0, 0
 
 No sample is padded, dropped or repeated, so a rank may get none. Bad samples may be left out (`gaps`);
 the above then applies to the remaining samples.
@@ -15,8 +14,8 @@ the above then applies to the remaining samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from fractions import Fraction
 from functools import partial
+from itertools import cycle
 from typing import Any, final
 
 import numpy as np
@@ -164,19 +163,8 @@ def _of_stream(
 
 
 def turns(shares: Sequence[float]) -> Iterator[int]:
-    """Yields the rank of each block of a stream, without end. At any time each rank has received its
-    share of the blocks, to within about one block.
-
-    The next block goes to the rank that is furthest behind its share; ties go to the lower rank.
-    """
-    weights = [Fraction(one) for one in shares]  # exact, so that all ranks compute the same
-    total = sum(weights)
-    due = [Fraction(0)] * len(weights)
-    while True:
-        due = [before + weight for before, weight in zip(due, weights, strict=True)]
-        rank = max(range(len(due)), key=lambda one: (due[one], -one))
-        due[rank] -= total
-        yield rank
+    """Yields the rank of each block of a stream, without end: ranks with a share take turns."""
+    return cycle([rank for rank, share in enumerate(shares) if share])
 
 
 @final
