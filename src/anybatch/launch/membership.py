@@ -266,15 +266,7 @@ def _from_mpi(variables: Mapping[str, str]) -> Membership | None:
     )
     for names in families:
         rank, world_size, local_rank, local_size = (_number(variables, name) for name in names)
-        if rank is None and world_size is None:
-            continue
-        if rank is None or world_size is None:
-            there, missing = names[:2] if world_size is None else names[1::-1]
-            raise InputError(
-                f"the environment variable {there} is {_text(variables, there)}, but {missing} is not"
-                " set: start the ranks with mpirun, or unset it if this process is to run by itself."
-            )
-        if world_size > 1:
+        if rank is not None and world_size is not None and world_size > 1:
             return _checked(rank, world_size, local_rank, local_size, "mpi", names[0])
     return None
 
