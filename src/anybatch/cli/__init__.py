@@ -107,7 +107,9 @@ def run(arguments: list[str]) -> int:
         with worded_for_command_line():
             result = _app(arguments, standalone_mode=False, prog_name="anybatch", obj=arguments)
     except AnybatchError as error:
-        return _tell(str(error), error.exit_status) if _is_news(error) else error.exit_status
+        if type(error) in (PeerLost, Stopped) and _is_rank():
+            return error.exit_status  # told by the agent, which knows whether ranks are restarted
+        return _tell(str(error), error.exit_status)
     except StoppedEarly:
         status = Stopped.exit_status
         return status if _is_rank() else _tell(BEFORE_THE_FIRST_STEP, status)
@@ -138,12 +140,6 @@ def run(arguments: list[str]) -> int:
     if result == STOPPED_BY_HAND and not _is_rank():
         return _tell(STOPPED, STOPPED_BY_HAND)
     return result if isinstance(result, int) else 0
-
-
-def _is_news(error: AnybatchError) -> bool:
-    """Whether `error` must be reported here. If a rank was stopped or lost another rank, the process
-    that started it reports what happened and whether ranks are restarted."""
-    return not (type(error) in (PeerLost, Stopped) and _is_rank())
 
 
 def _is_memory_failure(error: Exception) -> bool:

@@ -82,7 +82,7 @@ def submit(
         arguments += ["--out", str(out)]
     logs = (Path("runs") if out is None else out.parent).absolute() / "slurm"
     given = {
-        "job-name": job_name or _name_of(task),
+        "job-name": job_name or "-".join(Path(task.partition(":")[0]).stem.split()),
         "nodes": nodes,
         "ntasks-per-node": ranks,
         "gpus-per-node": gpus_per_node,
@@ -127,7 +127,3 @@ def _check_task(task: str) -> None:
             f"there is no recipe {task!r}: give {listed(names())}, or a file of your own as FILE.py or"
             " FILE.py:function."
         )
-
-
-def _name_of(task: str) -> str:
-    return "-".join(Path(task.partition(":")[0]).stem.split())

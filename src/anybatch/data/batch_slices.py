@@ -456,10 +456,6 @@ def _are_records(node: Any) -> bool:
     return bool(members) and all(isinstance(member, Mapping) for member in members)
 
 
-def _are_of_one_kind(node: Sequence[Any]) -> bool:
-    return isinstance(node[0], Tensor | np.ndarray) and len({_kind(one) for one in node}) == 1
-
-
 def has_records(batch: Any, size: int) -> bool:
     """Returns whether `batch` contains a list of `size` mappings, so that its lists are lists of
     samples."""
@@ -494,8 +490,9 @@ def _mapped(
 def is_samples(node: Any, size: int, among_records: bool = False) -> bool:
     """Returns whether `node` is a list or tuple of `size` samples, in a batch of that size.
     `among_records`: whether the batch has a list of mappings, see `has_records`."""
-    if among_records and _is_sequence(node) and 0 < len(node) == size and _are_of_one_kind(node):
-        return True
+    if among_records and _is_sequence(node) and 0 < len(node) == size:
+        if isinstance(node[0], Tensor | np.ndarray) and len({_kind(one) for one in node}) == 1:
+            return True
     for as_samples in _readings(node) if _is_sequence(node) else ():
         if size in ({len(node)} if as_samples else _common(node)):
             return as_samples

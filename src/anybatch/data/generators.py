@@ -12,7 +12,6 @@ import ctypes
 import pickle
 import random
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, final
 
 import numpy as np
@@ -111,12 +110,7 @@ class Borrowed:
         kept = self._numpy_state.get("has_gauss")
         return bool(kept) and not np.random.get_state(legacy=False)["has_gauss"]  # noqa: NPY002
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         if not self._untouched:
             restore((self._python, self._torch, self._numpy_state))
 

@@ -63,11 +63,10 @@ def identity_of_batch(task: Task) -> int | str:
     if isinstance(batch, Ramp):  # it follows the fraction of training that is done
         whole = {"epochs": task.epochs, "steps": task.steps, "samples": task.samples}
         told += "".join(f" with {name}={n}" for name, n in whole.items() if n is not None)
-    return told if lengths is None else f"{told} of the lengths {_digest(lengths)}"
-
-
-def _digest(lengths: Tensor) -> str:
-    return hashlib.sha256(lengths.numpy().tobytes()).hexdigest()[:12]
+    if lengths is None:
+        return told
+    digest = hashlib.sha256(lengths.numpy().tobytes()).hexdigest()[:12]
+    return f"{told} of the lengths {digest}"
 
 
 def open_training(

@@ -142,7 +142,10 @@ class StreamLoader(StepLoader):
         self._held = self._current = None
 
     def places(self, part: range) -> list[Place]:
-        return [] if self._held is None else _places(self._held.spans, part, self._gaps)
+        if self._held is None:
+            return []
+        stretches = around(part, self._gaps)
+        return [place for whole in stretches for place in _places_in(self._held.spans, whole)]
 
     def alone(self, place: Place) -> Any:
         return self._batch([place])
@@ -264,27 +267,22 @@ class _Reader:
             self._reading.read(self._buffer, count - len(self._buffer))
 
     def _too_few(self, found: int) -> str:
-        name = type(self._dataset).__name__
+        what = (
+            f"the stream {type(self._dataset).__name__} gave {found} samples in epoch {self._epoch}"
+        )
         if found:
             return (
-                f"last='drop' drops every one of the {found} samples of the stream {name} in epoch"
-                f" {self._epoch}, since they do not fill one global batch of"
+                f"{what}, which last='drop' drops, since they do not fill one global batch of"
                 f" {self._steps.global_batch}: use 'keep' or 'wrap'."
             )
-        if self._epoch:
-            return (
-                f"the stream {name} gave samples in epoch 0 and none in epoch {self._epoch}: an"
-                " iterator can be read only once; give an object whose __iter__ starts anew."
-            )
-        return f"the stream {name} gave no sample at all: give at least one."
-
-
-def _places(spans: Sequence[Span], part: range, gaps: Sequence[int]) -> list[Place]:
-    """Returns the samples `part`, without `gaps`, of a step made of `spans`."""
-    return [place for whole in around(part, gaps) for place in _places_in(spans, whole)]
+        return (
+            f"{what}: give at least one, and an object whose __iter__ starts anew in each epoch, where"
+            " an iterator can be read only once."
+        )
 
 
 def _places_in(spans: Sequence[Span], part: range) -> list[Place]:
+    """Returns the samples `part` of a step made of `spans`."""
     places, offset = [], 0
     for epoch, start, stop in spans:
         low, high = max(part.start, offset), min(part.stop, offset + stop - start)

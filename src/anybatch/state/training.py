@@ -286,9 +286,10 @@ class TrainingState:
                     kinds[id(group)] = state_kinds(optimizer, group)
             missing = [kind for kind in kinds[id(group)] if kind not in keys]
             if missing:
+                names = [type(part).__name__ for part in optimizers_of(optimizer)]
                 raise InputError(
                     f"the checkpoint {found.folder} is of another optimizer: its states are"
-                    f" {', '.join(sorted(keys))}, and {_names_of(optimizer)} needs {missing[0]!r}."
+                    f" {', '.join(sorted(keys))}, and {' and '.join(names)} needs {missing[0]!r}."
                     " Train on with the optimizer and the options that it was begun with, or begin"
                     " anew (from its weights, if you like) in another folder."
                 )
@@ -430,10 +431,6 @@ class TrainingState:
                 " its weights in another folder."
             )
         return here
-
-
-def _names_of(optimizer: Any) -> str:
-    return " and ".join(type(part).__name__ for part in optimizers_of(optimizer))
 
 
 def _names_in_state_dict(model: nn.Module) -> tuple[dict[str, str], list[str]]:

@@ -94,9 +94,9 @@ def test_describe_tells_numbers_in_the_stream():
 @pytest.mark.parametrize(
     ("stream", "last", "says"),
     [
-        (Stream(0), "keep", "no sample at all"),
-        (iter(range(10)), "keep", "none in epoch 1.*read only once"),
-        (Stream(3), "drop", "drops every one of the 3 samples"),
+        (Stream(0), "keep", "gave 0 samples in epoch 0"),
+        (iter(range(10)), "keep", "gave 0 samples in epoch 1.*read only once"),
+        (Stream(3), "drop", "gave 3 samples in epoch 0, which last='drop' drops"),
         (Stream(9, fail_at=6), "keep", r"sample 6 of the stream Stream \(epoch 0\).*disk gone"),
         (list(map(Ragged(4).__getitem__, range(4))), "keep", "samples 0, 1, 2, 3"),
     ],
