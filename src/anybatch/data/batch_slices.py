@@ -491,7 +491,8 @@ def is_samples(node: Any, size: int, among_records: bool = False) -> bool:
     """Returns whether `node` is a list or tuple of `size` samples, in a batch of that size.
     `among_records`: whether the batch has a list of mappings, see `has_records`."""
     if among_records and _is_sequence(node) and 0 < len(node) == size:
-        if isinstance(node[0], Tensor | np.ndarray) and len({_kind(one) for one in node}) == 1:
+        are_tensors = isinstance(node[0], Tensor | np.ndarray)
+        if are_tensors and len({_kind(one) for one in node}) == 1:
             return True
     for as_samples in _readings(node) if _is_sequence(node) else ():
         if size in ({len(node)} if as_samples else _common(node)):
