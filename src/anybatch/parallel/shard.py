@@ -70,16 +70,13 @@ class Shard(DistributedGroup):
         device: device of this rank.
         precision: precision of the plan. If it has float32 master weights, the shards are the master
             weights; weights are gathered in half precision, those of norms in float32.
-        blocks: names of the modules that are gathered one at a time, as in `plans.Recompute`; by
-            default those that `find_blocks` finds.
         over: number of ranks that shard one model, for example those of a machine; by default all.
         reduce: when gradients are reduced: after every pass, or after the last one.
         to_host: whether the shards of parameters, gradients and optimizer state are kept in host memory
             (CUDA only).
         deadline: how long a rank waits for another inside a pass.
 
-    Raises `InputError` if the ranks cannot be divided into groups of `over`, or an option is not
-    supported.
+    Raises `InputError` for fp8.
     """
 
     lockstep: bool = True
@@ -90,7 +87,6 @@ class Shard(DistributedGroup):
         device: torch.device,
         precision: Precision = "fp32",
         *,
-        blocks: Sequence[str] = (),
         over: int | None = None,
         reduce: Literal["every pass", "last pass"] = "every pass",
         to_host: bool = False,
@@ -98,9 +94,11 @@ class Shard(DistributedGroup):
     ) -> None:
         super().__init__(shares, device)
         self._precision: Precision = precision
-        self._patterns = tuple(blocks)
         self._parts = over or self.size
-        _check_options(self.size, self._parts, device, precision, to_host)
+        if precision == "fp8":
+            raise InputError(
+                "a sharded model cannot be trained in fp8 yet: use bf16 or bf16-weights."
+            )
         self._to_host = to_host
         # Half-precision gradients are reduced in float32 only if they are reduced after every pass.
         self._at_last = reduce == "last pass" and not FORMATS[precision].masters
@@ -240,7 +238,7 @@ class Shard(DistributedGroup):
     def _blocks(self, model: nn.Module) -> list[nn.Module]:
         """Modules to gather one at a time. A module that shares a parameter with the rest of the model
         is left to the root, since the parameter must be gathered for both."""
-        named = match_blocks(model, self._patterns or find_blocks(model))
+        named = match_blocks(model, find_blocks(model))
         if not named:  # a plain sequence of layers
             named = dict(model.named_children()) if isinstance(model, nn.Sequential) else {}
         found = []
@@ -417,20 +415,3 @@ def _norms(model: nn.Module) -> list[nn.Module]:
         for module in model.modules()
         if isinstance(module, NORMS) and any(True for _ in module.parameters(recurse=False))
     ]
-
-
-def _check_options(
-    size: int, parts: int, device: torch.device, precision: Precision, to_host: bool
-) -> None:
-    if size % parts:
-        raise InputError(
-            f"{size} ranks cannot be divided into groups of {parts}: shard over a number that divides"
-            " theirs, or over all of them."
-        )
-    if to_host and device.type != "cuda":
-        raise InputError(
-            f"the parts of a sharded model cannot be moved to host memory from {device.type}, where"
-            " they are in it already: leave that out."
-        )
-    if precision == "fp8":
-        raise InputError("a sharded model cannot be trained in fp8 yet: use bf16 or bf16-weights.")
