@@ -71,6 +71,17 @@ def test_blocks_of_a_compiled_model_are_recomputed(keep, in_place):
     assert model.layers[0].num_passes == 6  # three micro-batches of each step, once each
 
 
+@pytest.mark.parametrize("recompute", ["all", "nested"])
+def test_blocks_that_the_compiler_could_trace_through_are_recomputed(recompute):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))).double()
+    plain, batch = copy.deepcopy(model), torch.randn(12, 8, dtype=torch.float64)
+    compiled = torch.compile(model, backend="aot_eager")
+    trained(compiled, batch, micro_batch=4, recompute=recompute)
+    trained(plain, batch, micro_batch=4)
+    assert deviation(model, plain) < 1e-9
+
+
 @pytest.mark.nightly
 @alone
 def test_what_the_compiler_takes_is_in_no_budget():

@@ -35,7 +35,8 @@ from torch._guards import detect_fake_mode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from anybatch.compute.along_sequence import Tiled
 from anybatch.compute.along_time import run_along_time
@@ -58,6 +59,9 @@ _KEPT_BYTES = 64 << 10
 _COMPARED, _TOLERANCE = 64, 0.05
 """Number of output values by which the two runs of a block are compared, once, and the tolerance
 relative to the largest value: kernels without a fixed order of summation round differently."""
+
+# The compiler of a model that its user compiles would trace it, and loses the object of `context_fn`.
+checkpoint = torch._disable_dynamo(torch_checkpoint)
 
 _aten = torch.ops.aten
 _MATMULS = {
