@@ -107,7 +107,13 @@ def rewinding(generator: Any) -> Callable[[], object]:
 
 def generators_in(*functions: object) -> list[Any]:
     """The random number generators that are reachable from `functions`."""
-    return _Notes(functions, aside=False, but=(), copies=False).generators
+    return instances_in(GENERATORS, *functions)
+
+
+def instances_in(kinds: type | tuple[type, ...], *functions: object) -> list[Any]:
+    """The objects of one of `kinds` that are reachable from `functions`."""
+    seen = _Notes(functions, aside=False, but=(), copies=False).seen
+    return [one for one in seen.values() if issubclass(type(one), kinds)]
 
 
 def used_by(model: nn.Module) -> list[object]:
@@ -151,7 +157,7 @@ def untouched(
 
 
 class _Notes:
-    """The recorded state, as functions that restore it."""
+    """The recorded state, as functions that restore it. `seen`: the objects that were visited."""
 
     def __init__(
         self,
@@ -160,17 +166,16 @@ class _Notes:
         but: Iterable[object],
         copies: bool = True,
     ) -> None:
-        self.generators: list[Any] = []
         self._back: list[Callable[[], object]] = []
         self._leaves: list[Tensor] = []
-        self._seen: dict[int, object] = {id(one): one for one in but}  # references keep ids unique
+        self.seen: dict[int, object] = {id(one): one for one in but}  # references keep ids unique
         self._next: deque[Any] = deque(functions)
         self._values: list[Tensor | np.ndarray[Any, Any]] = []
-        most = len(self._seen) + _MOST_OBJECTS
-        while self._next and len(self._seen) < most:
+        most = len(self.seen) + _MOST_OBJECTS
+        while self._next and len(self.seen) < most:
             one = self._next.popleft()
-            if type(one) not in _ATOMS and id(one) not in self._seen:
-                self._seen[id(one)] = one
+            if type(one) not in _ATOMS and id(one) not in self.seen:
+                self.seen[id(one)] = one
                 self._look_at(one, type(one))
         if copies:
             self._copy_values()
@@ -211,7 +216,6 @@ class _Notes:
                 self._names(partial(type.__setattr__, one), vars(one), None)
                 self._next += one.__bases__
         elif issubclass(kind, GENERATORS):
-            self.generators.append(one)
             self._back.append(rewinding(one))
         else:
             self._container(one, kind)

@@ -123,7 +123,7 @@ from anybatch.process.cuda_driver import take_workspaces
 from anybatch.process.threads import Reminder
 from anybatch.rank import REHEARSED_PASSES
 from anybatch.rank.rehearsing import Rehearsing, new_state_bytes
-from anybatch.side_effects import used_by
+from anybatch.side_effects import instances_in, used_by
 from anybatch.task import (
     JointLoss,
     LossFunction,
@@ -335,6 +335,8 @@ class Step:
         self._is_outgrown = False  # whether the plan of some rank is
         self._reminder: Reminder | None = None
         self._copies = BatchCopies()
+        # The loss may reach one that it does not call: a method of an object that keeps it, say.
+        self._wrappers: list[nn.Module] = instances_in(DistributedDataParallel, loss)
 
     @at_work()
     def __call__(self, batch: Any) -> Outcome:
@@ -361,7 +363,7 @@ class Step:
                 "Step trains, and gradients are disabled where it is called (torch.no_grad,"
                 " torch.inference_mode): call it outside of that, and evaluate for losses alone."
             )
-        with self._telling_of_a_wait():
+        with self._telling_of_a_wait(), _refused(self._wrappers, self._model):
             self._check_joined()
             if self._engine is None:
                 self._begin(batch)
@@ -1356,6 +1358,26 @@ def _check_unwrapped(model: nn.Module) -> None:
             "the model is sharded (its parameters are DTensors), and Step keeps a whole model on each"
             " rank: pass the plain model, or train it by anybatch.train with parallel='shard'."
         )
+
+
+@contextmanager
+def _refused(wrappers: Iterable[nn.Module], model: nn.Module) -> Iterator[None]:
+    """Context manager in which a pass through one of `wrappers` that would reduce gradients of `model`
+    raises `InputError`."""
+
+    def refuse(wrapper: Any, _: Any) -> None:
+        if torch.is_grad_enabled() and wrapper.require_backward_grad_sync:
+            raise InputError(
+                "the loss calls a DistributedDataParallel around the model, which divides the gradients"
+                " by the number of ranks, and Step adds them up: call the model that the loss is given."
+            )
+
+    own = set(model.parameters())
+    with ExitStack() as undo:
+        for wrapper in wrappers:
+            if not own.isdisjoint(wrapper.parameters()):
+                undo.callback(wrapper.register_forward_pre_hook(refuse).remove)
+        yield
 
 
 def check_cutting(

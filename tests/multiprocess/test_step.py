@@ -581,6 +581,30 @@ def test_a_model_that_is_wrapped_already(crew):
         ab.Step(nn.DataParallel(nn.Linear(1, 1)), None or torch.optim.SGD([torch.ones(1)]), loss)
 
 
+def wrapped_outside(rank, size):
+    model = Net()
+    wrapper = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told = []
+    for through in (wrapper, torch.compile(wrapper, backend="eager")):
+        step = ab.Step(model, optimizer, lambda _, batch, one=through: loss(one, batch))
+        with pytest.raises(ab.InputError) as error, step:
+            step(cut(0, (3, 5), rank))
+        told.append(str(error.value))
+    with ab.Step(model, optimizer, lambda *args, unused=wrapper: loss(*args)) as step:
+        step(cut(0, (3, 5), rank))  # it reaches the wrapper, and does not call it
+    loss(wrapper, cut(0, (3, 5), rank)).sum.backward()  # nor is it refused outside of a step
+    dist.barrier()
+    return told
+
+
+def test_a_wrapper_that_the_loss_calls(crew):
+    for told in crew(2, wrapped_outside):
+        assert all(
+            "the loss calls a DistributedDataParallel around the model" in one for one in told
+        )
+
+
 @pytest.mark.nightly
 def test_the_example_prints_the_same_on_any_number_of_ranks(warm, tmp_path):
     example = Path(__file__).parents[2] / "examples" / "own_loop_ddp.py"
