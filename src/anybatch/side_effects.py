@@ -105,6 +105,13 @@ def rewinding(generator: Any) -> Callable[[], object]:
     return partial(generator.set_state, generator.get_state())
 
 
+def refilling(container: Any) -> Callable[[], object]:
+    """A function that gives `container`, a list, set, deque or dict, its current elements back."""
+    if isinstance(container, dict):
+        return partial(_reset_dict, container, dict(container.items()))
+    return partial(_reset_elements, container, tuple(container))
+
+
 def generators_in(*functions: object) -> list[Any]:
     """The random number generators that are reachable from `functions`."""
     return instances_in(GENERATORS, *functions)
@@ -284,7 +291,7 @@ class _Notes:
         elif issubclass(kind, tuple | frozenset | list | set | deque):
             before = tuple(one)
             if issubclass(kind, list | set | deque):
-                self._back.append(partial(_reset_elements, one, before))
+                self._back.append(refilling(one))
             if len(before) <= _MANY:
                 self._next += before
 

@@ -69,7 +69,7 @@ class InBackward(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """BatchNorm, a counter, dropout: everything that forward changes; passes mines."""
+    """BatchNorm, counters, dropout: everything that forward changes; passes mines."""
 
     def __init__(self, mine, dropout):
         super().__init__()
@@ -80,6 +80,7 @@ class Net(nn.Module):
         self.second = nn.Linear(8, 3, **KIND)
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("last", torch.zeros((), **KIND))
+        self.sums = []
 
     def forward(self, x):
         if not self.training:
@@ -88,6 +89,7 @@ class Net(nn.Module):
         if self.training:
             self.seen += len(x)
             self.last = self.last + x.detach().sum()
+            self.sums += [len(x), x.detach().sum()]
         x = InBackward.apply(self.norm(self.first(x)), self.mine[0])
         self.mine[0]("forward ends")
         out = self.second(self.drop(torch.tanh(x)))
@@ -154,6 +156,7 @@ def assert_same(ours, theirs, tolerance=1e-12):
     assert ours.rates == theirs.rates
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-9)
     assert float(ours.model.seen) == float(theirs.model.seen)
+    assert float(sum(ours.model.sums)) == pytest.approx(float(sum(theirs.model.sums)), abs=1e-9)
 
 
 @pytest.mark.parametrize("error", ERRORS)
