@@ -73,7 +73,7 @@ from anybatch.data import (
     to_device,
 )
 from anybatch.data import slice_batch as slice_samples
-from anybatch.data.batch_slices import may_be_parts
+from anybatch.data.batch_slices import may_be_parts, may_be_samples
 from anybatch.data.evaluation import MOST_WITHOUT_LENGTH, check_ends
 from anybatch.data.generators import Borrowed
 from anybatch.engine import (
@@ -521,6 +521,14 @@ class Step:
                 f"the batch is a {type(batch).__name__} of {len(batch)} tensors of {rows} rows, which"
                 f" are taken as {len(batch)} samples of unequal length. If they are parts of a batch,"
                 " give count_samples and slice_batch, which tell how it is cut."
+            )
+        elif self._cutting.count is batch_size and may_be_samples(batch):
+            shape, size = tuple(batch[0].shape), batch_size(batch)
+            _warn(
+                f"the batch is a {type(batch).__name__} of {len(batch)} tensors of shape {shape}, which"
+                f" are taken as parts of {size} sample{'s' if size > 1 else ''}. If each is a sample,"
+                " stack them, or give count_samples=len and slice_batch=lambda batch, start, stop:"
+                " batch[start:stop]."
             )
         self._cut = self._normalising()
         self._is_synchronised = self._synchronises()

@@ -161,3 +161,27 @@ def test_a_task_collates_what_it_likes(kind: str):
 
     for a, b in zip(trained(12), trained(5), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_a_list_of_samples_of_one_shape_counts_as_its_samples():
+    """A structure of tensors with three rows each has three samples; these were five, five and two."""
+
+    def mean(model: nn.Module, batch: Any) -> Tensor:
+        return model(torch.stack(batch)).square().mean()
+
+    task = ab.Task(
+        model=build,
+        loss=mean,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        train=[x.expand(3, 6) for x in X],
+        collate=list,
+        global_batch=12,
+        steps=1,
+    )
+    plain = build()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    mean(plain, task.train).backward()
+    optimizer.step()
+    found = ab.train(task, micro_batch=5, progress=False).model
+    for one, other in zip(found.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

@@ -830,3 +830,29 @@ def test_parts_of_unequal_size_that_are_taken_as_samples_are_told():
         pytest.warns(UserWarning, match=told),
     ):
         step(parts)
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "told"),
+    [((3, 4, 4), 8, "parts of 3 samples"), ((5, 2), 6, "parts of 5 samples"), ((8, 2), 2, None)],
+)
+def test_samples_of_one_shape_that_are_taken_as_parts_are_told(shape, size, told):
+    model = nn.Linear(shape[-1], 1)
+
+    def energy(model, batch):
+        return model(torch.stack([*batch])).square().mean()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        batch = [torch.rand(shape) for _ in range(size)]
+        with ab.Step(model, sgd(model), energy, verbose=False) as step:
+            step(batch)
+        options = {
+            "count_samples": len,
+            "slice_batch": lambda batch, start, stop: batch[start:stop],
+        }
+        with ab.Step(model, sgd(model), energy, micro_batch=2, verbose=False, **options) as step:
+            assert step(batch).num_micro_batches == size // 2
+    sentences = [str(one.message) for one in caught if "are taken as" in str(one.message)]
+    assert len(sentences) == (told is not None)
+    assert all(told in one for one in sentences)

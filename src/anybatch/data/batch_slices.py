@@ -28,6 +28,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -72,10 +73,10 @@ def batch_size(batch: Any) -> int:
 def samples_left(batch: Any, num_given: int) -> int:
     """Returns the number of samples in a batch collated from `num_given` samples: fewer if the collate
     function has dropped some, as far as the batch shows."""
-    try:
-        return min(batch_size(batch), num_given)
-    except DataError:
-        return num_given
+    with suppress(DataError):
+        if num_given not in _sizes(batch):  # with another interpretation of a list, say
+            return min(batch_size(batch), num_given)
+    return num_given
 
 
 def slice_batch(batch: Any, start: int, stop: int) -> Any:
@@ -93,6 +94,20 @@ def may_be_parts(batch: Any) -> bool:
     which are taken as samples: they may be parts of unequal size, which cannot be cut."""
     is_short = _is_sequence(batch) and 2 <= len(batch) <= 3
     return is_short and isinstance(batch[0], Tensor) and _readings(batch) == (True,)
+
+
+def may_be_samples(batch: Any) -> bool:
+    """Returns whether `batch` is a list or tuple of tensors of one shape, which is taken as a
+    structure, and whose members look like samples: images, or more than there are rows."""
+    members = [one for one in batch if one is not None] if _is_sequence(batch) else []
+    if len(members) < 2 or _readings(members) != (False, True):
+        return False
+    if not isinstance(members[0], Tensor) or members[0].is_nested:
+        return False
+    shape = members[0].shape
+    is_image = len(shape) == 3 and shape[0] in (1, 3)
+    is_many = len(shape) > 1 and len(members) > shape[0]
+    return (is_image or is_many) and all(one.shape == shape for one in members)
 
 
 def shows_samples(batch: Any) -> bool:

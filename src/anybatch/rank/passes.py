@@ -16,6 +16,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -31,6 +32,7 @@ from anybatch.data import (
     Place,
     StepData,
     StreamLoader,
+    batch_size,
     differs,
     divided_ghosts,
     ghosts,
@@ -46,6 +48,7 @@ from anybatch.data import (
     to_device,
 )
 from anybatch.engine import MicroBatch, Pulse
+from anybatch.errors import DataError
 from anybatch.parallel import Group
 from anybatch.plans import Choice, Plan
 
@@ -239,8 +242,9 @@ class GlobalStep:
         """See `engine.Source`. The samples are sliced from `batch` if it has enough of them, and each
         of its parts has a value per sample; otherwise they are collated separately."""
         parts = [part for part in self._given.parts if part][: most + 1]
-        if len(parts[0]) >= most and shows_samples(batch):
-            return partial(slice_batch, batch), most
+        with suppress(DataError):  # which the step itself will raise
+            if most <= len(parts[0]) == batch_size(batch) and shows_samples(batch):
+                return partial(slice_batch, batch), most
         start, stop = parts[0].start, parts[0].stop
         for part in parts[1:]:
             stop = part.stop if part.start == stop else stop
