@@ -363,6 +363,16 @@ ROWS = {
         ),
         data=(X, T, replaced(ALL, (slice(20, 24), 0), False)),
     ),
+    "one or two means in each sample": Row(
+        lambda model, batch: (
+            sum(
+                y.square().mean() + ((y - t)[m].square().mean() if m.any() else 0.0)
+                for y, t, m in zip(model(batch[0]), *batch[1:], strict=True)
+            )
+            / len(batch[0])
+        ),
+        data=(X, T, T > 0.5),
+    ),
     "five means, one of them over a mask": Row(  # as many as samples, in all micro-batches but one
         lambda model, batch: (
             (model(batch[0]) - batch[1])[batch[2]].square().mean()
