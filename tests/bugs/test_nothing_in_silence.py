@@ -421,6 +421,15 @@ ROWS = {
     "a momentum encoder": Row(
         mean, f"{AGAIN}|Every pass writes to 'teacher", build=lambda: Around(before=with_momentum)
     ),
+    "a spectral norm": Row(
+        mean,
+        "keep statistics that advance once per pass",
+        build=lambda: nn.Sequential(
+            nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8, **KIND)),
+            nn.Tanh(),
+            nn.utils.spectral_norm(nn.Linear(8, 3, **KIND)),
+        ),
+    ),
     "a centre": Row(
         mean, f"{AGAIN}|Every pass writes to 'centre'", build=lambda: Around(after=centred)
     ),

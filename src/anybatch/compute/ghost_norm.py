@@ -38,6 +38,12 @@ def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     return {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm)}
 
 
+def is_spectral_norm(module: nn.Module) -> bool:
+    """Whether `module` is, or has as a hook, a spectral norm, which iterates in each training pass."""
+    hooks = module._forward_pre_hooks.values()
+    return isinstance(module, _SpectralNorm) or any(isinstance(h, SpectralNorm) for h in hooks)
+
+
 def cut_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     """Return those of `batch_norms` that use ghost batches when `model` is trained. A layer that the
     user put into evaluation mode (in a frozen part) normalizes by its running statistics, regardless of
@@ -252,8 +258,7 @@ def _why_it_depends(module: nn.Module, trains: bool) -> str | None:
     if isinstance(module, _InstanceNorm):
         tracks = module.running_mean is not None or module.running_var is not None
         return _ADVANCES if tracks else None
-    hooks = module._forward_pre_hooks.values()
-    if isinstance(module, _SpectralNorm) or any(isinstance(h, SpectralNorm) for h in hooks):
+    if is_spectral_norm(module):
         return _ADVANCES
     running = any(name.startswith("running_") for name, _ in module.named_buffers(recurse=False))
     # Without a momentum they are constants, as in FrozenBatchNorm2d; writes are detected separately.

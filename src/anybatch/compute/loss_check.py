@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.compute.frozen_randomness import calm
-from anybatch.compute.ghost_norm import batch_norms
+from anybatch.compute.ghost_norm import batch_norms, is_spectral_norm
 from anybatch.compute.joint import tensors_in
 from anybatch.compute.loss_reduction_check import warn_of
 from anybatch.compute.modes import preserved
@@ -281,7 +281,8 @@ def comparable(model: nn.Module) -> Iterator[bool]:
     """Context manager that puts `model` in training mode without randomness, to make passes over
     different samples comparable. Yields whether they are: each BatchNorm needs running statistics."""
     norms = batch_norms(model)
-    with preserved(model), calm(model, list(norms), still=True):
+    spectral = (name for name, module in model.named_modules() if is_spectral_norm(module))
+    with preserved(model), calm(model, [*norms, *spectral], still=True):
         yield all(norm.running_mean is not None for norm in norms.values())
 
 

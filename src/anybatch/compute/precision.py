@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
-from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.parametrizations import _Orthogonal
 from torch.optim import Optimizer
 
 from anybatch.compute.dtensor import is_dtensor
+from anybatch.compute.ghost_norm import is_spectral_norm
 from anybatch.errors import InputError
 from anybatch.machine import Device, NumberFormat, cpu_computes_in
 from anybatch.plans import LOSS_SCALED, Precision
@@ -192,11 +192,8 @@ def _check_halvable(model: nn.Module, precision: Precision, keep: bool) -> None:
     whether buffers keep their dtype."""
     format = "bf16" if precision.startswith("bf16") else "fp16"
     for name, module in model.named_modules():
-        spectral = isinstance(module, _SpectralNorm) or any(
-            isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()
-        )
         why = None
-        if spectral and keep:
+        if keep and is_spectral_norm(module):
             why = "is a spectral norm, which multiplies weights with vectors of float32"
         elif isinstance(module, _Orthogonal) and not keep:
             why = "is an orthogonal parametrization, which is computed in float32 at least"
