@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,6 +65,14 @@ EDITS = [
         "link",
         lambda p: p.update(link={"bytes_per_second": 0.0, "hop_seconds": -1.0}),
         ("link.bytes_per_second is 0.0", "link.hop_seconds is -1.0"),
+    ),
+    Edit(
+        "no-number",
+        lambda p: (
+            p.update(shares=[math.inf]),
+            p["prediction"].update(step_seconds=math.inf, step_parts={"update": math.nan}),
+        ),
+        ("shares.0 is inf", "prediction.step_seconds is inf", "step_parts.update is nan", "finite"),
     ),
     Edit("flag", lambda p: p.update(enforced="yes"), ("enforced is 'yes'",)),
     Edit(

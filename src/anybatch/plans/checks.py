@@ -6,7 +6,6 @@ other error of a plan that was read.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,7 @@ def check(plan: Plan) -> None:
 
 
 def _check_ranks(plan: Plan) -> None:
-    if not all(math.isfinite(s) and s >= 0 for s in plan.shares) or sum(plan.shares) <= 0:
+    if not all(s >= 0 for s in plan.shares) or sum(plan.shares) <= 0:
         raise ValueError(
             f"shares is {list(plan.shares)}: give each rank a number of at least zero, and at"
             " least one of them a number above zero"

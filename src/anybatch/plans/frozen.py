@@ -14,9 +14,11 @@ from anybatch.errors import InputError, shortened
 
 
 class Frozen(BaseModel):
-    """Immutable data without extra fields and without implicit type conversion."""
+    """Immutable data without extra fields, implicit type conversion and infinite numbers."""
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False
+    )
 
 
 _MOST_FAULTS = 8

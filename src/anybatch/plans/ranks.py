@@ -91,7 +91,7 @@ class Outer(Frozen):
         momentum: Nesterov momentum.
     """
 
-    lr: float = Field(default=0.7, gt=0, allow_inf_nan=False)
+    lr: float = Field(default=0.7, gt=0)
     momentum: float = Field(default=0.9, ge=0, lt=1)
 
 
@@ -173,8 +173,8 @@ class Link(Frozen):
         measured: whether the ranks measured the link; otherwise it is from a table.
     """
 
-    bytes_per_second: float = Field(gt=0, allow_inf_nan=False)
-    hop_seconds: float = Field(ge=0, allow_inf_nan=False)
+    bytes_per_second: float = Field(gt=0)
+    hop_seconds: float = Field(ge=0)
     measured: bool = False
 
     @classmethod
