@@ -52,6 +52,13 @@ def as_setting(name: str, value: str | int | None = None) -> str:
     return worded(f"{name}={written}", f"{option} {value}")
 
 
+def skipping() -> str:
+    """The setting of a task that leaves out bad samples, for a message. Recipes and functions that make
+    a task may have it as an option."""
+    option = "bad_data='skip' in the task (-s bad_data=skip where it is an option)"
+    return worded("bad_data='skip'", option)
+
+
 def shortened(text: str, most: int = 200) -> str:
     """`text` with its middle removed if it has more than `most` characters."""
     if len(text) <= most:

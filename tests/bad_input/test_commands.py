@@ -468,7 +468,7 @@ LOSSES = [
     Bad(
         "inf-at-one-sample",
         a_loss("return ab.Loss((model(batch[0]) / (batch[1] != Y[17])).sum(), len(batch[1]))"),
-        ("sample 17", "loss of step 2 inf", "bad_data='skip'"),
+        ("sample 17", "loss of step 2 inf", "-s bad_data=skip"),
         "train task.py --micro-batch 1",
         record=True,
     ),

@@ -22,7 +22,7 @@ from anybatch.data.collation import Collate, batch_of, collated
 from anybatch.data.failure import Bad, BadSamples, Place, told
 from anybatch.data.generators import Borrowed, seed_by, seed_each
 from anybatch.data.order import mix
-from anybatch.errors import AnybatchError, DataError
+from anybatch.errors import AnybatchError, DataError, skipping
 from anybatch.oom import is_memory_error
 from anybatch.side_effects import generators_in, rewinding
 
@@ -226,7 +226,7 @@ class SampleFetch:
             )
         return (
             f"{what}; mend or leave out the sample, {kind}[{index}] shows the error, or"
-            " bad_data='skip' leaves such samples out."
+            f" {skipping()} leaves such samples out."
         )
 
 

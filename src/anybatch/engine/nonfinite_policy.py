@@ -18,7 +18,7 @@ from anybatch.data import Bad, told_samples
 from anybatch.engine.bad_sample_search import OneByOne
 from anybatch.engine.outcome import Again, PassedOver, Staged, by_rank
 from anybatch.engine.totals import Means
-from anybatch.errors import LossError
+from anybatch.errors import LossError, skipping
 from anybatch.parallel import Group
 
 _CAUSE = (
@@ -140,7 +140,7 @@ class NonfinitePolicy:
         where = f" on rank {ranks.pop()}" if self._group.size > 1 and len(ranks) == 1 else ""
         verb, them = ("makes", "it") if len(found) == 1 else ("make", "them")
         return LossError(
-            f"{names}{where} {verb} {what} {value}{detail}: mend {them}, or bad_data='skip' leaves such"
+            f"{names}{where} {verb} {what} {value}{detail}: mend {them}, or {skipping()} leaves such"
             " samples out. Nothing of the step was kept."
         )
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.errors import InputError
+from anybatch.errors import InputError, worded
 from anybatch.recipes.digits import decay_groups
 from anybatch.recipes.finetune_data import (
     IGNORED,
@@ -171,7 +171,8 @@ def finetune(
     if num_cut := num_cut + held_cut:
         warnings.warn(
             f"{num_cut:,} samples of {rows.train.source!r} have more than {longest} tokens, and are"
-            " cut: max_length=N takes more of them, where the model can.",
+            f" cut: {worded('max_length=N', '-s max_length=N')} takes more of them, where the"
+            " model can.",
             stacklevel=2,
         )
     cut = f"; {num_cut:,} of them cut to {longest} tokens" if num_cut else ""

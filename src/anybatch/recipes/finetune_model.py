@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from anybatch.errors import InputError, listed
+from anybatch.errors import InputError, listed, worded
 from anybatch.recipes.finetune_data import Kind
 from anybatch.recipes.quantized import Base, quantize_frozen
 
@@ -236,7 +236,8 @@ def _adapted(model: nn.Module, lora: Mapping[str, Any], kind: Kind) -> nn.Module
     except ImportError as error:
         raise InputError(
             f"adapters (lora_rank) need Hugging Face's peft, which cannot be imported ({error}):"
-            " pip install anybatch[hf], or give lora_rank=0, which trains all weights."
+            " pip install anybatch[hf], or give"
+            f" {worded('lora_rank=0', '-s lora_rank=0')}, which trains all weights."
         ) from error
     kinds = peft.TaskType
     config = peft.LoraConfig(
