@@ -1088,8 +1088,14 @@ class Step:
         before the first call."""
         if self.plan is None or self._engine is None:
             raise InputError("there is no plan yet: it is made in the first call of Step.")
-        lines = [*self.plan.explain(), ("measured peak", format_bytes(self._meter.peak_bytes()))]
-        return "\n".join(f"{what:<16} {how}" for what, how in lines)
+        plan, rank = self.plan, self._group.rank
+        lines = dict(plan.explain())
+        if plan.num_ranks > 1:  # a plan tells of whole ghost batches, which a rank of Step cuts
+            samples = f"{plan.task.global_batch:,} samples per step,"
+            samples += f" {plan.shares[rank]:,.0f} of this rank"
+            lines["global batch"] = f"{samples}: {_cut_of(plan, rank)}"
+        lines["measured peak"] = format_bytes(self._meter.peak_bytes())
+        return "\n".join(f"{what:<16} {how}" for what, how in lines.items())
 
     def _emit(self, event: Event) -> None:
         if self._group.rank:
@@ -1254,11 +1260,7 @@ def _described(plan: Plan) -> str:
     if plan.budget_bytes is not None:
         held = "enforced" if plan.enforced else "free"
         budget = f"; memory {format_bytes(plan.budget_bytes)} ({held})"
-    passes = plan.accumulation_steps
-    if plan.num_ranks > 1:  # each rank cuts its own part
-        passes = -(-int(plan.shares[0] or max(plan.shares)) // plan.choice.micro_batch)
-    cut = "in one piece" if passes == 1 else f"{passes} micro-batches, {plan.choice.describe()}"
-    lines = [f"{plan.task.global_batch:,} samples per step, {cut}{budget}"]
+    lines = [f"{plan.task.global_batch:,} samples per step, {_cut_of(plan, rank=0)}{budget}"]
     told = plan.prediction
     if told is not None:
         found = "rehearsed" if told.rehearsed else "predicted"
@@ -1266,6 +1268,14 @@ def _described(plan: Plan) -> str:
         lines.append(f"{found} peak {peak}, step {seconds}")
     lines += plan.notices
     return "\n".join(f"anybatch.Step: {line}" for line in lines)
+
+
+def _cut_of(plan: Plan, rank: int) -> str:
+    """How `plan`, that of `rank`, cuts the samples of this rank."""
+    passes = plan.accumulation_steps
+    if plan.num_ranks > 1:  # each rank cuts its own part
+        passes = -(-int(plan.shares[rank] or max(plan.shares)) // plan.choice.micro_batch)
+    return "in one piece" if passes == 1 else f"{passes} micro-batches, {plan.choice.describe()}"
 
 
 def _agreed_plan(group: Group, plans: Sequence[Plan | None], alike: bool) -> tuple[Plan, int]:

@@ -251,3 +251,23 @@ def test_ranks_that_run_on_their_own_have_ladders_of_one_length():
     ]
     sizes = [[choice.micro_batch for choice in (one.choice, *one.ladder)] for one in agreed]
     assert sizes == [[16, 8, 8, 8], [64, 32, 16, 8]]
+
+
+def reported(rank, size, options):
+    model = Net(nn.BatchNorm2d)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ab.Step(model, optimizer, loss, verbose=False, **options) as step:
+        step(part_of(0, (8, 4), rank))
+        return step.report()
+
+
+@pytest.mark.parametrize(
+    ("options", "cuts"),
+    [
+        ({}, ("in one piece", "in one piece")),
+        ({"micro_batch": 2}, ("4 micro-batches", "2 micro-batches")),
+    ],
+)
+def test_the_report_of_a_rank_tells_how_its_own_samples_are_cut(crew, options, cuts):
+    for text, samples, cut in zip(crew(2, reported, options), (8, 4), cuts, strict=True):
+        assert f"12 samples per step, {samples} of this rank: {cut}" in text
