@@ -103,6 +103,7 @@ from pathlib import Path
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins import Precision
 from torchmetrics.classification import BinaryAUROC
 from anybatch.errors import InputError
 from anybatch.integrations.lightning import AnyBatch
@@ -153,8 +154,11 @@ def trained(strategy, size, kind=Module, samples=data, sampler=None, **more):
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return module.inner.state_dict(), logged, sum(module.sizes), module.masked, trainer.global_step
 
-def ours(**options):
-    return trained(AnyBatch(global_batch=16, micro_batch=3), 4, **options)
+def ours(hooks=(), **options):
+    return trained(AnyBatch(global_batch=16, micro_batch=3, **dict(hooks)), 4, **options)
+
+class Engine(Precision):  # what Lightning's own needs is not installed
+    precision = "transformer-engine"
 
 def refused(**options):
     try:
@@ -182,7 +186,9 @@ if devices == 1:
         "host": trained("ddp", 16),
         "stream": [trained(one, 16, samples=Stream())[0] for one in (AnyBatch(16), "ddp")],
         "refused": [
-            refused(kind=OwnBackward), refused(kind=SomeSteps), refused(callbacks=accumulating)
+            refused(kind=OwnBackward), refused(kind=SomeSteps), refused(callbacks=accumulating),
+            refused(hooks={"ddp_comm_hook": print, "find_unused_parameters": True}),
+            refused(plugins=[Engine()]),
         ],
     }
 else:
@@ -253,10 +259,12 @@ def test_hooks_change_the_gradient_and_logged_values_are_those_of_the_whole_batc
     assert counted == counts
     first, second = found["stream"]
     assert all(torch.allclose(first[name], value, atol=1e-7) for name, value in second.items())
-    backward, some_steps, accumulating = found["refused"]
+    backward, some_steps, accumulating, hooks, engine = found["refused"]
     assert "leave out backward of the module" in backward
     assert "without optimizer.step(closure=closure)" in some_steps
     assert "leave GradientAccumulationScheduler out" in accumulating
+    assert "leave out ddp_comm_hook, find_unused_parameters" in hooks
+    assert "take precision='bf16-mixed'" in engine
 
     on_two = tmp_path / "two"
     on_two.mkdir()

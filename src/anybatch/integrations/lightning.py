@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # checks run without Lightning
     class DDPStrategy:
         """Placeholder for Lightning's `DDPStrategy`."""
 
+        _ddp_kwargs: Any
         distributed_sampler_kwargs: Any
         setup: Any
         process_dataloader: Any
@@ -60,6 +61,11 @@ _EXTREMES: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     **dict.fromkeys(("max", torch.max), torch.maximum),
     **dict.fromkeys(("min", torch.min), torch.minimum),
 }
+_OF_HOOKS = {
+    *("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"),
+}
+"""Options of `DDPStrategy` that are, like those of `DistributedDataParallel`, about its reduction of
+gradients."""
 _SUMS = "sum", torch.sum
 _NOT_LEFT = (
     "the strategy AnyBatch makes each update by itself, of the whole global batch, which the trainer,"
@@ -84,10 +90,11 @@ class AnyBatch(DDPStrategy):
         count_items: maps a batch to the number of items that its loss is a mean over; None: the number
             of samples.
         micro_batch, sinks: see `Step`.
-        options: options of `DDPStrategy`.
+        options: options of `DDPStrategy`, except those of its reduction of gradients.
 
-    Raises `InputError` in `fit` if the trainer or a callback accumulates gradients, or if the module
-    optimizes manually, overrides `backward`, or runs the closure of a step without the update.
+    Raises `InputError` for these, and in `fit` if the trainer or a callback accumulates gradients, if
+    the precision is that of transformer-engine, or if the module optimizes manually, overrides
+    `backward`, or runs the closure of a step without the update.
     """
 
     strategy_name = "anybatch"
@@ -103,6 +110,8 @@ class AnyBatch(DDPStrategy):
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        if ignored := sorted({*options} & _OF_HOOKS | {*self._ddp_kwargs}):
+            raise InputError(_NOT_LEFT.format(f"leave out {', '.join(ignored)}"))
         check_count(global_batch, "global_batch")
         self.global_batch = global_batch
         self._options: Any = {"memory": memory, "micro_batch": micro_batch, "sinks": sinks}
@@ -138,6 +147,10 @@ class AnyBatch(DDPStrategy):
             (trainer.accumulate_grad_batches != 1, "leave accumulate_grad_batches out"),
             (not module.automatic_optimization, "call anybatch.Step in training_step instead"),
             (is_overridden("backward", module), "leave out backward of the module"),
+            (
+                self.precision_plugin.precision.startswith("transformer-engine"),
+                "take precision='bf16-mixed', since transformer-engine computes its passes by itself",
+            ),
             (
                 has(_CALLBACKS.GradientAccumulationScheduler),
                 "leave GradientAccumulationScheduler out",
