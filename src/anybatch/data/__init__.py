@@ -10,12 +10,10 @@ from anybatch.data.batch_slices import differs as differs
 from anybatch.data.batch_slices import map_leaves as map_leaves
 from anybatch.data.batch_slices import parts_of as parts_of
 from anybatch.data.batch_slices import resized as resized
-from anybatch.data.batch_slices import samples_left as samples_left
 from anybatch.data.batch_slices import shows_samples as shows_samples
 from anybatch.data.batch_slices import slice_batch as slice_batch
 from anybatch.data.batch_slices import split as split
 from anybatch.data.batch_slices import to_device as to_device
-from anybatch.data.collation import Collate as Collate
 from anybatch.data.cut import divided_ghosts as divided_ghosts
 from anybatch.data.cut import ghosts as ghosts
 from anybatch.data.cut import micro_batches as micro_batches
@@ -39,7 +37,6 @@ from anybatch.data.lengths import lengths_of_step as lengths_of_step
 from anybatch.data.lengths import micro_batches_by_length as micro_batches_by_length
 from anybatch.data.lengths import ordered as ordered
 from anybatch.data.lengths import padded_size as padded_size
-from anybatch.data.loader import Cut as Cut
 from anybatch.data.loader import Loader as Loader
 from anybatch.data.loader import StepData as StepData
 from anybatch.data.opening import identity_of_batch as identity_of_batch
@@ -51,7 +48,6 @@ from anybatch.data.order import Order as Order
 from anybatch.data.order import mix as mix
 from anybatch.data.order import permutation as permutation
 from anybatch.data.prefetch import on_device as on_device
-from anybatch.data.schedule import Span as Span
 from anybatch.data.schedule import Steps as Steps
 from anybatch.data.stream import StreamLoader as StreamLoader
 from anybatch.data.tree import Node as Node

@@ -5,6 +5,3 @@ child processes with deadlines, since a broken driver or library may hang or cra
 """
 
 from anybatch.doctor.examine import examine as examine
-from anybatch.doctor.finding import Finding as Finding
-from anybatch.doctor.finding import Level as Level
-from anybatch.doctor.finding import Report as Report

@@ -29,7 +29,6 @@ from anybatch.plans.names import parse_parallel as parse_parallel
 from anybatch.plans.names import parse_precision as parse_precision
 from anybatch.plans.names import parse_recompute as parse_recompute
 from anybatch.plans.names import parse_sharding as parse_sharding
-from anybatch.plans.plan import VERSION as VERSION
 from anybatch.plans.plan import Plan as Plan
 from anybatch.plans.plan import TaskIdentity as TaskIdentity
 from anybatch.plans.ranks import Balancing as Balancing
@@ -38,6 +37,5 @@ from anybatch.plans.ranks import Link as Link
 from anybatch.plans.ranks import Norms as Norms
 from anybatch.plans.ranks import Outer as Outer
 from anybatch.plans.ranks import Parallel as Parallel
-from anybatch.plans.ranks import Reduce as Reduce
 from anybatch.plans.ranks import Sharding as Sharding
 from anybatch.plans.ranks import num_units as num_units

@@ -6,7 +6,6 @@ any recipe; `resolve` loads those of the requested recipe.
 
 from __future__ import annotations
 
-from anybatch.recipes.registry import Option as Option
 from anybatch.recipes.registry import file_of as file_of
 from anybatch.recipes.registry import names as names
 from anybatch.recipes.registry import options_of as options_of
