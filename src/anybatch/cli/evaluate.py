@@ -51,7 +51,10 @@ def evaluate(
 
         from anybatch.events import Evaluated
         from anybatch.launch import find
-        from anybatch.report import Progress, print_evaluation
+        from anybatch.report import Progress
+        from anybatch.report.sentences import compare_peak
+        from anybatch.report.tables import Section, print_sections
+        from anybatch.report.terminal import comparison_table
         from anybatch.runs.evaluate import evaluate as run_evaluation
 
     with Progress(Console(stderr=True)) as progress:
@@ -80,14 +83,14 @@ def evaluate(
 
         print(plain_json(_told(found)))
         return
-    print_evaluation(
-        Console(highlight=False),
-        _lines(found),
-        found.plan.notices,
-        found.predicted_peak_bytes,
-        found.measured_peak_bytes,
-        found.plan.budget_bytes if found.plan.enforced else None,
-    )
+    budget = found.plan.budget_bytes if found.plan.enforced else None
+    peaks = compare_peak(found.predicted_peak_bytes, found.measured_peak_bytes, budget)
+    sections = [
+        Section("Evaluation", pairs=_lines(found)),
+        Section("Notices", found.plan.notices),
+        Section("Predicted and measured", table=comparison_table([peaks])),
+    ]
+    print_sections(Console(highlight=False), sections)
 
 
 def _lines(found: Evaluation) -> list[tuple[str, str]]:

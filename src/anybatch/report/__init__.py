@@ -16,7 +16,6 @@ from anybatch.report.folder import run_folder as run_folder
 from anybatch.report.log import Ending as Ending
 from anybatch.report.log import EventLog as EventLog
 from anybatch.report.log import follow as follow
-from anybatch.report.log import iterate as iterate
 from anybatch.report.log import read as read
 from anybatch.report.memory import print_ledger as print_ledger
 from anybatch.report.memory_page import write_frontier as write_frontier
@@ -28,7 +27,6 @@ from anybatch.report.sentences import describe as describe
 from anybatch.report.tensorboard import TensorBoardLog as TensorBoardLog
 from anybatch.report.tensorboard import tensorboard_folder as tensorboard_folder
 from anybatch.report.tensorboard import write_tensorboard as write_tensorboard
-from anybatch.report.terminal import print_evaluation as print_evaluation
 from anybatch.report.terminal import print_plan as print_plan
 from anybatch.report.terminal import print_result as print_result
 from anybatch.report.terminal import print_scale as print_scale

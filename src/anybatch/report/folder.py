@@ -339,12 +339,7 @@ def _told_by(folder: Path) -> _Told:
 
 def not_a_run(folder: Path) -> str:
     """The error message for a `folder` that is not a run folder."""
+    fault = f"is not a run folder, since it has no {EVENTS_FILE}"
     if not folder.exists():
-        return (
-            f"{folder} does not exist (looked from {os.getcwd()}): give the folder that 'anybatch"
-            " train' wrote."
-        )
-    return (
-        f"{folder} is not a run folder, since it has no {EVENTS_FILE}: give the folder that"
-        " 'anybatch train' wrote."
-    )
+        fault = f"does not exist (looked from {os.getcwd()})"
+    return f"{folder} {fault}: give the folder that 'anybatch train' wrote."

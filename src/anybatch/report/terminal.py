@@ -1,4 +1,4 @@
-"""Terminal output: the plan before the run, the result after it, evaluations and scaling."""
+"""Terminal output: the plan before the run, the result after it, and scaling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from anybatch.report.choice_table import is_taken, table_of, with_plan
 from anybatch.report.sentences import (
     Comparison,
     compare,
-    compare_peak,
     counted,
     format_scores,
     format_speed,
@@ -80,25 +79,6 @@ def print_result(
         Section("Predicted and measured", table=comparison_table(compare(ended))),
         Section("Is the batch worth it?", worth, batch),
         Section("Files" if common is None else f"Files in {common}", pairs=shown),
-    ]
-    print_sections(console, sections)
-
-
-def print_evaluation(
-    console: Console,
-    lines: Sequence[tuple[str, str]],
-    notices: Sequence[str],
-    predicted_peak_bytes: int | None,
-    measured_peak_bytes: int,
-    budget_bytes: int | None,
-) -> None:
-    """Print the results of an evaluation, as (what, how) `lines`, and its predicted and measured
-    memory."""
-    row = compare_peak(predicted_peak_bytes, measured_peak_bytes, budget_bytes)
-    sections = [
-        Section("Evaluation", pairs=lines),
-        Section("Notices", notices),
-        Section("Predicted and measured", table=comparison_table([row])),
     ]
     print_sections(console, sections)
 
