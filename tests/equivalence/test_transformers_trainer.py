@@ -82,7 +82,7 @@ def trainer(folder: Any, model: Any = None, **options: Any) -> Any:
         if name in options
     }
     kind = options.pop("kind", Trainer)
-    if kind is not transformers.Trainer:
+    if issubclass(kind, AnyBatch):
         mine = {"global_batch": BATCH, **mine}
     mine = {"train_dataset": sequences(), "data_collator": collate, **mine}
     return kind(
@@ -271,6 +271,31 @@ def test_losses_of_the_users_own_are_weighed_by_tokens(tmp_path: Any):
     made.train()
     plainly(wanted := copy.deepcopy(first), order_of(made))
     assert distance(model.state_dict(), wanted.state_dict(), first.state_dict()) < 1e-6
+
+
+class SumOverItems(transformers.Trainer):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        wanted = inputs.pop("labels")[:, 1:].flatten()
+        outputs = model(**inputs)
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        loss = F.cross_entropy(logits, wanted, reduction="sum") / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+
+class SumOverItemsCut(AnyBatch, SumOverItems):
+    pass
+
+
+def test_an_evaluation_tells_the_loss_its_number_of_items(tmp_path: Any):
+    found = []
+    for kind in (SumOverItemsCut, SumOverItems):
+        share = {"per_device_train_batch_size": BATCH} if kind is SumOverItems else {}
+        made = trainer(tmp_path, kind=kind, eval_dataset=sequences()[:9], max_steps=1, **share)
+        made.train()
+        found.append(made.evaluate()["eval_loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
 
 
 class TimesTokens(Trainer):

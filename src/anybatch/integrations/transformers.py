@@ -15,8 +15,9 @@ norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -205,19 +206,32 @@ class AnyBatch(_Host):
         # compute_loss is for this rank alone: Step sums over the ranks.
         accelerator: Any = self.accelerator
         accelerator.gather_for_metrics = lambda values, *_, **__: values
-        scales, self.args.average_tokens_across_devices = (
-            self.args.average_tokens_across_devices,
-            False,
-        )
         try:
-            self._outcome = step(batch if self._count(batch) else None)
+            with self._without_scaling():
+                self._outcome = step(batch if self._count(batch) else None)
         finally:
             del accelerator.gather_for_metrics
-            self.args.average_tokens_across_devices = scales
         return torch.tensor(self._outcome.loss, device=self.args.device)
 
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> None:
-        """Returns None: the items of each micro-batch are counted separately."""
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_scaling():  # else means are multiplied by the number of ranks
+            return super().prediction_step(*args, **kwargs)
+
+    @contextmanager
+    def _without_scaling(self) -> Iterator[None]:
+        """Context manager in which items are counted, and losses are means, on this rank alone."""
+        args = self.args
+        scales, args.average_tokens_across_devices = args.average_tokens_across_devices, False
+        try:
+            yield
+        finally:
+            args.average_tokens_across_devices = scales
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: Any = None
+    ) -> tuple[list[Any], None]:
+        """Returns batches without their number of items, which is counted in each micro-batch."""
+        return list(islice(epoch_iterator, num_batches)), None
 
     def _clip_grad_norm(self, model: nn.Module) -> float:
         return self._get_grad_norm(model)
