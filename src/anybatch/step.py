@@ -61,7 +61,7 @@ from anybatch.compute.ghost_norm import (
     written_since,
 )
 from anybatch.compute.loss_reduction_check import tell_again, warn_of_statistics
-from anybatch.compute.multi_optimizer import as_one
+from anybatch.compute.multi_optimizer import as_one, parts_of
 from anybatch.compute.precision import check_available
 from anybatch.data import (
     BatchCopies,
@@ -363,6 +363,7 @@ class Step:
                 "Step trains, and gradients are disabled where it is called (torch.no_grad,"
                 " torch.inference_mode): call it outside of that, and evaluate for losses alone."
             )
+        _check_updates(self._optimizer)
         with self._telling_of_a_wait(), _refused(self._wrappers, self._model):
             self._check_joined()
             if self._engine is None:
@@ -1379,7 +1380,7 @@ def _check_unwrapped(model: nn.Module) -> None:
 
 
 @contextmanager
-def _refused(wrappers: Iterable[nn.Module], model: nn.Module) -> Iterator[None]:
+def _refused(wrappers: Sequence[nn.Module], model: nn.Module) -> Iterator[None]:
     """Context manager in which a pass through one of `wrappers` that would reduce gradients of `model`
     raises `InputError`."""
 
@@ -1390,12 +1391,30 @@ def _refused(wrappers: Iterable[nn.Module], model: nn.Module) -> Iterator[None]:
                 " by the number of ranks, and Step adds them up: call the model that the loss is given."
             )
 
-    own = set(model.parameters())
+    own = set(model.parameters()) if wrappers else set()
     with ExitStack() as undo:
         for wrapper in wrappers:
             if not own.isdisjoint(wrapper.parameters()):
                 undo.callback(wrapper.register_forward_pre_hook(refuse).remove)
         yield
+
+
+def _check_updates(optimizer: Optimizer) -> None:
+    """Raises `InputError` for an optimizer prepared by accelerate that would skip this update, or
+    divide its gradients by a scale."""
+    for part in parts_of(optimizer):
+        state: Any = getattr(part, "gradient_state", None)
+        if state is not None and not state.sync_gradients:
+            raise InputError(
+                "the optimizer is prepared by an Accelerator that accumulates gradients here, and would"
+                " skip this update: leave out gradient_accumulation_steps, since each call of Step is"
+                " an update."
+            )
+        if state is not None and getattr(part, "scaler", None) is not None:
+            raise InputError(
+                "the optimizer is prepared by an Accelerator that scales gradients: leave out its"
+                " mixed_precision, and give precision='fp16' to Step."
+            )
 
 
 def check_cutting(

@@ -666,6 +666,27 @@ def test_what_cannot_be_used_is_refused(model, optimizer, more, message):
         ab.Step(model, optimizer(net), loss, **more)
 
 
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_an_optimizer_of_accelerate_that_would_not_make_the_update_is_refused(accumulates):
+    pytest.importorskip("accelerate")
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.state import AcceleratorState, GradientState
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2 if accumulates else 1)
+    try:
+        model = nn.Linear(3, 1)
+        scaler = None if accumulates else torch.amp.GradScaler("cpu")
+        optimizer = AcceleratedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), scaler=scaler)
+        message = "skip this update" if accumulates else "precision='fp16' to Step"
+        step = ab.Step(model, optimizer, lambda model, batch: model(batch).mean(), verbose=False)
+        with accelerator.accumulate(), pytest.raises(InputError, match=message):
+            step(torch.randn(4, 3))
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
 def test_a_first_call_that_fails_leaves_a_plain_model():
     model = Net()
     step = ab.Step(model, sgd(model), loss, recompute=Recompute(blocks=("nowhere",)))
