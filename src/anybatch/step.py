@@ -92,7 +92,7 @@ from anybatch.engine import (
     uncounted,
 )
 from anybatch.engine.source import Source
-from anybatch.errors import DataError, InputError, NoPlanFits
+from anybatch.errors import AnybatchError, DataError, InputError, NoPlanFits
 from anybatch.estimate import Outline, Subject, dtypes_of, optimizer_options
 from anybatch.events import Event, Replanned, Sink, step_number
 from anybatch.launch import find
@@ -467,7 +467,7 @@ class Step:
             engine.grow()
         engine.wish = Wish.PLAN if self._largest > self._planned_for else Wish.NOTHING
         before = counting_buffers(self._model) if self._num_steps == 0 else None
-        with ExitStack() as whole, source.untouched_by_errors():
+        with ExitStack() as whole, source.untouched_by_errors(), source.told_in_errors():
             done = engine.run(self._num_steps, source, _nothing, whole)
             assert isinstance(done, Committed)  # steps are skipped only on request
             self._num_steps += 1
@@ -830,7 +830,7 @@ class Step:
         changes = {"micro_batch": size, "evaluation_batch": min(size, choice.evaluation_batch)}
         tried = choice.model_copy(update=changes)
         try:
-            with Borrowed(), self._meter.aside():
+            with Borrowed(), self._meter.aside(), source.told_in_errors():
                 found = engine.rehearsal.run(
                     self._num_steps, source, tried, engine.plan.choice, most, kernels, enough
                 )
@@ -1232,6 +1232,21 @@ class _Pieces(Source):
             raise
         finally:
             self._copies.forget()
+
+    @contextmanager
+    def told_in_errors(self) -> Iterator[None]:
+        """Context manager for passes: errors of the loss tell that it was given a part of the batch."""
+        try:
+            yield
+        except Exception as error:
+            is_cut = len(self.ranges) > 1 and self._cutting.cut is slice_samples
+            if is_cut and not isinstance(error, AnybatchError):
+                error.add_note(
+                    f"Passes are over parts of the batch: its {self.size} samples are cut along dim 0. If"
+                    " it is one piece (a graph) or has them elsewhere, give Step count_samples and"
+                    " slice_batch."
+                )
+            raise
 
     def describe(self, number: int) -> str:
         """See `engine.Source`."""

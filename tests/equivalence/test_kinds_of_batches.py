@@ -185,3 +185,23 @@ def test_a_list_of_samples_of_one_shape_counts_as_its_samples():
     found = ab.train(task, micro_batch=5, progress=False).model
     for one, other in zip(found.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("micro_batch", [None, 5])
+def test_an_error_over_a_part_of_a_whole_graph_tells_how_it_was_cut(micro_batch):
+    links = torch.eye(12, dtype=torch.float64)
+
+    def of_neighbours(model: nn.Module, batch: Any) -> ab.Loss:
+        return squares((batch[1] @ model(batch[0])).squeeze(1), batch[2])
+
+    model = build()
+    step = ab.Step(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        of_neighbours,
+        micro_batch=micro_batch,
+        verbose=False,
+    )
+    with pytest.raises(RuntimeError) as raised:
+        step((X, links, Y))
+    assert "12 samples are cut along dim 0. If it is one piece" in raised.value.__notes__[0]
