@@ -1242,8 +1242,8 @@ class _Pieces(Source):
             is_cut = len(self.ranges) > 1 and self._cutting.cut is slice_samples
             if is_cut and not isinstance(error, AnybatchError):
                 error.add_note(
-                    f"Passes are over parts of the batch: its {self.size} samples are cut along dim 0. If"
-                    " it is one piece (a graph) or has them elsewhere, give Step count_samples and"
+                    f"Passes are over parts of the batch: its {self.size} samples are cut along dim 0."
+                    " If it is one piece (a graph) or has them elsewhere, give Step count_samples and"
                     " slice_batch."
                 )
             raise
