@@ -6,12 +6,15 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from tests.equivalence.test_transformers import WORDS, bert, llama
 from torch.nn import functional as F
+from torch.utils.data import IterableDataset
 
 from anybatch.errors import InputError
 from anybatch.integrations.batches import PaddingCut
@@ -150,9 +153,9 @@ def test_every_update_is_that_of_the_whole_batch(micro_batch: int, tmp_path: Any
     assert "anybatch.Step: 16 samples per step" in capfd.readouterr().err
 
 
-def work(
-    rank: int, size: int, folder: str, num: int = 52
-) -> tuple[dict[str, Any], list[Any], list[int]]:
+@contextmanager
+def ranks(rank: int, size: int) -> Iterator[None]:
+    """Context manager in which accelerate finds itself on one rank of several."""
     from accelerate.state import AcceleratorState, PartialState
 
     there = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -160,14 +163,41 @@ def work(
         for name, value in there.items():
             patch.setenv(name, str(value))
         try:
-            model = seeded_llama()
-            made = trainer(folder, model, micro_batch=4, train_dataset=sequences()[:num])
-            assert made.args.world_size == size
-            made.train()
-            return model.state_dict(), made.state.log_history, order_of(made)
+            yield
         finally:
             AcceleratorState._reset_state()
             PartialState._reset_state()
+
+
+def work(
+    rank: int, size: int, folder: str, num: int = 52
+) -> tuple[dict[str, Any], list[Any], list[int]]:
+    with ranks(rank, size):
+        model = seeded_llama()
+        made = trainer(folder, model, micro_batch=4, train_dataset=sequences()[:num])
+        assert made.args.world_size == size
+        made.train()
+        return model.state_dict(), made.state.log_history, order_of(made)
+
+
+class Stream(IterableDataset[dict[str, Any]]):
+    def __iter__(self) -> Any:
+        return ({"input_ids": one["input_ids"][:3]} for one in sequences())
+
+
+def stream(rank: int, size: int, folder: str) -> tuple[float, str]:
+    with ranks(rank, size):
+        made = trainer(folder, micro_batch=4, train_dataset=Stream(), max_steps=1)
+        made.train()
+        with pytest.raises(InputError) as refused:
+            trainer(folder, global_batch=BATCH - 1, train_dataset=Stream()).train()
+        return made._outcome.weight, str(refused.value)
+
+
+def test_the_global_batch_of_a_stream_is_that_of_all_ranks(crew: Any, tmp_path: Any):
+    (weight, refused), _ = crew(2, stream, str(tmp_path))
+    assert weight == BATCH * 2  # tokens
+    assert "an IterableDataset gives each of the 2 ranks as many samples" in refused
 
 
 @pytest.mark.parametrize("num", [52, 49], ids=["", "the second has none of the last batch"])

@@ -24,7 +24,7 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from anybatch.compute.model_loss import count_answers, ignored_label, is_mean_over_samples
 from anybatch.errors import InputError
@@ -167,8 +167,13 @@ class AnyBatch(_Host):
         return self.global_batch
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
-        if is_training and hasattr(kwargs.get("dataset"), "__getitem__"):
+        if is_training and not isinstance(kwargs.get("dataset"), IterableDataset):
             kwargs["batch_size"] = self.global_batch
+        elif is_training and self.global_batch % self.args.world_size:
+            raise InputError(
+                f"global_batch is {self.global_batch}, and an IterableDataset gives each of the"
+                f" {self.args.world_size} ranks as many samples: give a multiple of that."
+            )
         loader: Any = super()._get_dataloader(*args, is_training=is_training, **kwargs)
         if not is_training:
             return loader
