@@ -61,7 +61,7 @@ _COMPARED, _TOLERANCE = 64, 0.05
 relative to the largest value: kernels without a fixed order of summation round differently."""
 
 # The compiler of a model that its user compiles would trace it, and loses the object of `context_fn`.
-checkpoint = torch._disable_dynamo(torch_checkpoint)
+checkpoint: Callable[..., Any] = torch._disable_dynamo(torch_checkpoint)
 
 _aten = torch.ops.aten
 _MATMULS = {
