@@ -144,6 +144,7 @@ class Rehearsing:
 
     def _begin(self) -> None:
         self._fitting: list[_Size] = []
+        self._larger: list[_Size] = []  # measured, and too large
         self._too_large = self._whole + 1
 
     def _search(self, way: Choice, is_planned: bool) -> None:
@@ -181,16 +182,16 @@ class Rehearsing:
         return None if near or size >= self._too_large else size
 
     def _by_line(self) -> int:
-        """The micro-batch at which the line through the two largest that fitted reaches the available
-        memory; with only one, the line through it and the origin."""
+        """The micro-batch at which the line through the largest that fitted and its neighbour reaches
+        the available memory: the next larger one if its peak was measured, otherwise the next smaller
+        one; if there is neither, the origin."""
         if self._room is None:
             return self._whole
-        high = max(self._fitting, key=lambda one: one.micro_batch)
-        lower = [one for one in self._fitting if one is not high]
-        if not lower:
+        *lower, high = sorted(self._fitting, key=lambda one: one.micro_batch)
+        if not lower and not self._larger:
             return int(high.micro_batch * self._room / max(1, high.peak_bytes))
-        low = max(lower, key=lambda one: one.micro_batch)
-        slope = (high.peak_bytes - low.peak_bytes) / (high.micro_batch - low.micro_batch)
+        other = min(self._larger or lower[-1:], key=lambda one: one.micro_batch)
+        slope = (high.peak_bytes - other.peak_bytes) / (high.micro_batch - other.micro_batch)
         if slope <= 0:
             return self._whole
         return int(high.micro_batch + max(0.0, (self._room - high.peak_bytes) / slope))
@@ -211,6 +212,7 @@ class Rehearsing:
             if self._fits(found):
                 self._fitting.append(found)
                 return True
+            self._larger.append(found)
             is_least = self._least is None or found.peak_bytes < self._least[0]
             if size <= self._unit and is_least:  # passes of larger ones may have been stopped
                 self._least = found.peak_bytes, choice

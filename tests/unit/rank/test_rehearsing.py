@@ -209,6 +209,13 @@ def test_a_choice_that_is_too_large_is_replaced_by_the_largest_that_is_not():
     assert found.ladder[-1].recompute == BLOCKS
 
 
+def test_what_takes_memory_whatever_the_size_leaves_no_room_unused():
+    task, plan = traced()
+    found, tried = rehearsed(plan, lambda choice: (60 << 20) + (choice.micro_batch * 5 << 19), task)
+    assert [choice.micro_batch for choice in tried] == [16, 8, 13]  # (96 - 60) / 2.5 is 14.4
+    assert found.choice.micro_batch == 13
+
+
 @pytest.mark.parametrize("per_sample", range(7_800_000, 12_000_000, 300_000))
 def test_peaks_that_vary_a_little_lead_to_the_same_size(per_sample):
     task, plan = traced()
