@@ -162,7 +162,7 @@ def test_a_manifest_that_was_edited_and_sealed_anew_cannot_lead_elsewhere(broken
         text = manifest.model_copy(update={"tensors": tensors}).to_bytes()
         (newer / "manifest.json").write_bytes(text)
         if tensors["a"] is not second:
-            is_passed_over(folder, "'a' are not the whole of it")
+            is_passed_over(folder, "'a' is not a tensor that the files hold")
         else:  # it holds in itself: only what it says of the tensors is not what the model has
             checkpoints = Checkpoints(folder, SingleDevice())
             with pytest.raises(InputError, match="'a' has the shape"):
