@@ -243,7 +243,10 @@ def map_leaves(batch: Any, function: Callable[[Any], Any]) -> Any:
 
 def parts_of(node: Any) -> list[Part] | None:
     """Returns the parts of a container, each with the index that accesses it; None for a leaf."""
-    if isinstance(node, Tensor | PackedSequence):
+    kind = type(node)
+    if kind is list or kind is tuple:  # the usual case, without the slow checks below
+        return [(f"[{i}]", value) for i, value in enumerate(node)]
+    if kind is Tensor or isinstance(node, Tensor | PackedSequence):
         return None
     if isinstance(node, Mapping):
         return [(f"[{key!r}]", value) for key, value in node.items()]

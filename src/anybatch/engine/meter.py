@@ -16,9 +16,9 @@ from anybatch.process.process_memory import (
     InUse,
     free_in_heap,
     in_use,
+    peak_and_files,
     reset_peak,
     status,
-    statuses,
 )
 
 
@@ -139,7 +139,7 @@ class CpuMeter(Meter):
         """Returns the kernel's peak since it was last reset; without it, the current bytes."""
         if not self._exact:
             return self._own_bytes()
-        peak, code = statuses("VmHWM", "RssFile")
+        peak, code = peak_and_files()
         return peak - (code - self._files)
 
     def _in_use(self) -> InUse:
