@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.engine import Rehearsed
+from anybatch.step.trials import Trials
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is measured on Linux only")
 
@@ -34,13 +35,11 @@ def stepped(norm: nn.Module) -> tuple[int, str, list[tuple[int, str]]]:
     """Passes of a step, what its plan does with freed memory, and the passes that were rehearsed, of
     which the whole batch fits only if freed memory is returned."""
     tried: list[tuple[int, str]] = []
-    real = ab.Step._run
+    real = Trials._run
 
-    def run(
-        self: ab.Step, engine: Any, batch: Any, choice: Any, size: int, *a: Any, **options: Any
-    ):
+    def run(self: Trials, choice: Any, size: int, *a: Any, **options: Any):
         tried.append((size, choice.freed_memory))
-        found = real(self, engine, batch, choice, size, *a, **options)
+        found = real(self, choice, size, *a, **options)
         assert isinstance(found, Rehearsed)
         if size == WHOLE and choice.freed_memory == "kept":
             return dataclasses.replace(found, peak_bytes=1 << 40)
@@ -54,7 +53,7 @@ def stepped(norm: nn.Module) -> tuple[int, str, list[tuple[int, str]]]:
         pytest.MonkeyPatch.context() as patch,
         ab.Step(model, optimizer, loss, memory="64MiB", verbose=False) as step,
     ):
-        patch.setattr(ab.Step, "_run", run)
+        patch.setattr(Trials, "_run", run)
         done = step(batch)
         assert step.plan is not None
         return done.num_micro_batches, step.plan.choice.freed_memory, tried

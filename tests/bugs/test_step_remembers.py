@@ -12,7 +12,8 @@ from tests.alone import alone
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch import step as steps
+from anybatch.step import plans as steps
+from anybatch.step.trials import Trials
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is measured on Linux only")
 
@@ -63,13 +64,13 @@ def run(memory: str, momentum: float = 0.9) -> tuple[int, Tensor, int]:
 def measure_evenly() -> None:
     """Have rehearsals find 180 KiB per sample. What glibc's heap holds varies by a fifth from one run
     to the next: a choice that just fits in the first may not fit in the second, and be made anew."""
-    measured = steps.Step._run
+    measured = Trials._run
 
-    def even(self: ab.Step, *args: Any, **options: Any) -> Any:
-        found, size = measured(self, *args, **options), args[3]
+    def even(self: Trials, *args: Any, **options: Any) -> Any:
+        found, size = measured(self, *args, **options), args[1]
         return None if found is None else replace(found, peak_bytes=size * 180 * 2**10)
 
-    steps.Step._run = even
+    Trials._run = even
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from tests.equivalence.worlds import World, loss_of, task_of
 from torch import nn
 
 import anybatch as ab
-import anybatch.step
+import anybatch.step.plans
 from anybatch.errors import InputError, LossError
 from anybatch.events import OutOfMemory, Replanned
 from anybatch.plans import Recompute
@@ -311,13 +311,13 @@ def test_close_gives_model_and_optimizer_back_as_they_came(precision):
 def planned_sizes(monkeypatch):
     """For how many samples plans are made from now on."""
     sizes = []
-    make = anybatch.step.make_plan
+    make = anybatch.step.plans.make_plan
 
     def counted(subject, *args, **options):
         sizes.append(subject.identity.global_batch)
         return make(subject, *args, **options)
 
-    monkeypatch.setattr("anybatch.step.make_plan", counted)
+    monkeypatch.setattr("anybatch.step.plans.make_plan", counted)
     return sizes
 
 

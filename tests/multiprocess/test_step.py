@@ -454,7 +454,7 @@ def coming_late(rank, size):
     store = dist.distributed_c10d._get_default_store()
     heard = Listens()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("anybatch.step._WAIT_SECONDS", 0.3)
+        patch.setattr("anybatch.step.step._WAIT_SECONDS", 0.3)
         patch.setattr("sys.stderr", heard)
         step = ab.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
         for number in range(2):

@@ -15,7 +15,7 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.plans import Choice, TaskIdentity
-from anybatch.step import _agreed_plan
+from anybatch.step.plans import _agreed_plan
 
 KIND = {"dtype": torch.float64}
 
