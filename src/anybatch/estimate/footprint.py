@@ -6,7 +6,7 @@ optimizer state, a step that accumulates gradients, and an evaluation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from anybatch.estimate.family import Family, Traced
 from anybatch.estimate.peak import Peak, context_bytes_of, method_on, replayed
@@ -61,7 +61,7 @@ def _commit_of_rank(commit_bytes: tuple[int, int], division: Division | None) ->
 def traced_step(subject: Subject, choice: Choice, device: Device) -> Traced:
     """Return a training step under `choice`, traced or computed from other traces. Raises as
     `footprint` does."""
-    key = "training", num_traced(subject, choice), _others(choice), device
+    key = "training", num_traced(subject, choice), *_others(choice, device)
     family = subject.families.get(key)
     if family is None:
         family = subject.families[key] = Family(
@@ -88,15 +88,17 @@ def _constant_on_device(subject: Subject, device: Device) -> dict[str, int]:
     return {"libraries": spoken, "device context": context_bytes_of(device)}
 
 
-def _others(choice: Choice) -> Choice:
-    """Return `choice` without its batch sizes."""
-    return choice.model_copy(update={"micro_batch": 1, "evaluation_batch": 1})
+def _others(choice: Choice, device: Device) -> tuple[Choice, Device]:
+    """Return `choice` without its batch sizes, and `device` without its budget, which no trace depends
+    on."""
+    others = choice.model_copy(update={"micro_batch": 1, "evaluation_batch": 1})
+    return others, replace(device, budget_bytes=0)
 
 
 def evaluation_peak(subject: Subject, choice: Choice, device: Device) -> Peak:
     """Return the peak of the memory that evaluation under `choice` adds to the device, including
     the training state. Raises as `footprint` does."""
-    key = "evaluation", 0, _others(choice), device
+    key = "evaluation", 0, *_others(choice, device)
     family = subject.families.get(key)
     if family is None:
         family = subject.families[key] = Family(

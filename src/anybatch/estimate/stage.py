@@ -89,7 +89,12 @@ def stage_with_leanest_update(subject: Subject, choice: Choice, device: Device) 
 
 
 def _key(device: Device, choice: Choice) -> Hashable:
-    return device, choice.precision, choice.update, choice.optimizer_states
+    return (
+        replace(device, budget_bytes=0),  # which no trace depends on
+        choice.precision,
+        choice.update,
+        choice.optimizer_states,
+    )
 
 
 def _on_stage(

@@ -95,7 +95,7 @@ class Subject:
         inspected: the model of `inspect`, once it is built.
         convolutions: convolutions of the model, once they are known; see `layout`.
         runs: runs of blocks of which a trace needs a few; see `repeats`.
-        stood_for: CUDA devices that are present, but whose traces use CPU tensors.
+        stood_for: torch names of CUDA devices that are present, but whose traces use CPU tensors.
         op_cache: results of operations, shared by all traces.
     """
 
@@ -127,7 +127,7 @@ class Subject:
     inspected: list[nn.Module] = field(default_factory=list, compare=False, repr=False)
     convolutions: list[Any] = field(default_factory=list, compare=False, repr=False)
     runs: Runs = field(default_factory=Runs, compare=False, repr=False)
-    stood_for: set[Device] = field(default_factory=set, compare=False, repr=False)
+    stood_for: set[str] = field(default_factory=set, compare=False, repr=False)
     op_cache: FakeOpCache = field(default_factory=FakeOpCache, compare=False, repr=False)
 
     @property
@@ -149,7 +149,7 @@ class Subject:
 
     def as_traced(self, device: Device) -> Device:
         """Return `device`, marked as not present if the task's fake tensors cannot be on it."""
-        return replace(device, present=False) if device in self.stood_for else device
+        return replace(device, present=False) if device.torch_name in self.stood_for else device
 
     def inspect(self) -> nn.Module:
         """Return the model on fake tensors, to read from it what it consists of. Raises whatever
@@ -178,7 +178,7 @@ class Subject:
                 raise
             self.stages.clear()
             found = self.followed(lambda: trace(replace(device, present=False)))
-        self.stood_for.add(device)
+        self.stood_for.add(device.torch_name)
         return found
 
     def followed(self, trace: Callable[[], T]) -> T:

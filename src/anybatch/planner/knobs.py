@@ -136,7 +136,7 @@ class _Here:
 
     def _in_precision(self, precision: Precision, remark: str) -> Knob:
         now = self._setting
-        setting = setting_of(self._subject, now.device, precision, now.layout)
+        setting = setting_of(self._subject, now.device, precision, now.layout, now.watch)
         setting = replace(setting, correction=now.correction)
         other = Costs(self._subject, setting, self._costs.states_on, self._costs.head)
         choice = self._choice.model_copy(update={"precision": precision})

@@ -34,7 +34,7 @@ def nothing_fits(searched: Sequence[tuple[Costs, Sequence[Recompute]]]) -> NoPla
     every = [
         (costs, costs.choice(way, costs.sizes.smallest)) for costs, ways in searched for way in ways
     ]
-    costs, leanest = min(every, key=lambda each: each[0].least(each[1]))
+    costs, leanest = _leanest(every)
     peak = enough(costs, leanest)
     ghost, long = costs.subject.identity.ghost_batch, costs.subject.long
     smaller = (
@@ -52,6 +52,17 @@ def nothing_fits(searched: Sequence[tuple[Costs, Sequence[Recompute]]]) -> NoPla
         f".{smaller}{_knobs(leanest, costs) if peak >= _LEAST_ADVISED else ''}",
         at=f", at {seconds} per step",
     )
+
+
+def _leanest(every: Sequence[tuple[Costs, Choice]]) -> tuple[Costs, Choice]:
+    """The choice with the smallest peak. Those whose lower bound is larger are not traced."""
+    bounds = [costs.least_bytes(choice.recompute, choice.micro_batch) for costs, choice in every]
+    best: tuple[float, int] = float("inf"), 0
+    for index in sorted(range(len(every)), key=bounds.__getitem__):
+        if bounds[index] <= best[0]:
+            costs, choice = every[index]
+            best = min(best, (costs.least(choice), index))
+    return every[best[1]]
 
 
 def no_plan_fits(device: Device, what: str, peak_bytes: int, more: str, at: str = "") -> NoPlanFits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,7 +22,7 @@ from anybatch.planner.knobs import knobs
 from anybatch.planner.ranks import reserve_of
 from anybatch.planner.setting import setting_of
 from anybatch.plans import Plan, Recompute
-from anybatch.units import format_seconds
+from anybatch.units import format_seconds, parse_bytes
 
 MIB = 1 << 20
 BLOCKS = 6
@@ -198,6 +199,28 @@ def test_when_nothing_fits_the_knobs_that_are_left_are_named():
     assert "devices, state divided" in told
     assert "micro-batch 1 " not in told.partition("\n")[2]  # it has that already
     assert "per step" in told
+
+
+def test_when_nothing_fits_no_choice_is_traced_that_cannot_be_the_leanest():
+    watched: list[str] = []
+    with pytest.raises(ab.NoPlanFits) as caught:
+        ab.plan(tower_task(1 << 22), Machine.describe("2GiB"), watch=watched.append)
+    assert "optimizer states in host memory" in str(caught.value)
+    before_knobs = watched[: watched.index("counting the work of one pass in bf16")]
+    single = [told for told in before_knobs if "micro-batch 1, fp32, recompute none" in told]
+    assert single
+    assert all("states in host memory" in told for told in single)
+
+
+def test_a_trace_serves_every_budget():
+    subject = subject_of(tower_task(256))
+    found: list[int] = []
+    for size in ("600MiB", "700MiB"):
+        device = replace(Machine.describe("8GiB").device, budget_bytes=parse_bytes(size))
+        costs = Costs(subject, setting_of(subject, device))
+        found.append(costs.peak(costs.choice(Recompute(), 64)))
+    assert found[0] == found[1]
+    assert (len(subject.families), len(subject.stages)) == (1, 1)
 
 
 class Words(nn.Module):
