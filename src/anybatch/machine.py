@@ -243,7 +243,7 @@ def _is_size(text: str) -> bool:
 def _parse_memory(memory: str | int, name: str) -> int:
     """Parse the memory of a device, or a budget on it, in bytes; see `parse_bytes`."""
     size = parse_bytes(memory, name)
-    if size < _LEAST_BARE and str(memory).strip().isdecimal():
+    if size < _LEAST_BARE and str(memory).strip()[-1].isdecimal():  # no unit
         raise InputError(
             f"{name} is {memory!r}, which is {size:,} bytes: write '{str(memory).strip()}GiB', if you"
             f" mean that, or '{str(memory).strip()}B'."

@@ -74,7 +74,7 @@ def test_what_is_meant_as_a_size_or_a_name_is_answered_as_such(text: str, told: 
         Machine.describe(text)
 
 
-@pytest.mark.parametrize("memory", ["24", 24, "4096"])
+@pytest.mark.parametrize("memory", ["24", 24, "4096", "12.5", 12.5])
 def test_a_budget_of_a_few_bytes_lacks_its_unit(memory: str | int):
     with pytest.raises(InputError, match=f"memory is {memory!r}, which is .* bytes: write '"):
         Machine.here(memory, "cpu")
