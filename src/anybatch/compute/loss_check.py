@@ -17,11 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.compute.frozen_randomness import calm
 from anybatch.compute.ghost_norm import batch_norms, is_spectral_norm
@@ -43,6 +44,9 @@ _FINE = 1e-12
 
 _CLOSE = 1e-4
 """Relative tolerance for losses in float32."""
+
+_COARSE = 3e-2
+"""Relative tolerance for losses in a lower precision."""
 
 Evaluate: TypeAlias = Callable[[Any, int], "tuple[Loss, bool]"]
 """(batch, number of samples) -> (loss, whether the function returned a plain number)."""
@@ -143,6 +147,9 @@ def check_adds_up(
         parts = Parts(sums(some, num_samples), first, second, close)
         if not parts.together.is_finite:
             return None
+        if not parts.adds_up:
+            close = max(close, rounding_inside(lambda: sums(some, num_samples)))
+            parts = replace(parts, close=close)
         if not parts.adds_up and not parts.together.is_same(sums(some, num_samples, key=1), close):
             return None  # it depends on random numbers
         count = num_samples
@@ -298,10 +305,35 @@ def rounding(model: nn.Module, device: torch.device) -> float:
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point() or p.is_complex()}
     coarsest = max((torch.finfo(dtype).eps for dtype in dtypes), default=1.0)
     if is_coarse(model, device):
-        return 3e-2
+        return _COARSE
     if coarsest < _FINE:
         return 1e-8
     return _CLOSE if device.type == "cpu" else 1e-3  # TF32 may be on
+
+
+def rounding_inside(run: Callable[[], object]) -> float:
+    """Relative tolerance for the coarsest floating point dtype that `run()` computes in, since a loss
+    may convert what a finer model gives it; 0 if `run` raises an error."""
+    noted = _Dtypes()
+    with suppress(Exception), noted:
+        run()
+    coarsest = max((torch.finfo(dtype).eps for dtype in noted.dtypes), default=0.0)
+    return 0.0 if coarsest < _FINE else _COARSE if coarsest > 1e-5 else _CLOSE
+
+
+class _Dtypes(TorchDispatchMode):
+    """Records the floating point dtypes of results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for one in results if isinstance(results, tuple | list) else [results]:
+            if isinstance(one, Tensor) and one.is_floating_point():
+                self.dtypes.add(one.dtype)
+        return results
 
 
 def sums_of(loss: Loss, is_plain: bool, num_samples: int) -> Sums:

@@ -38,7 +38,13 @@ from anybatch.compute.loss import (
     read_loss,
     widened,
 )
-from anybatch.compute.loss_check import check_adds_up, check_encode, comparable, rounding
+from anybatch.compute.loss_check import (
+    check_adds_up,
+    check_encode,
+    comparable,
+    rounding,
+    rounding_inside,
+)
 from anybatch.compute.loss_reduction_check import (
     CountedMeans,
     warn_of,
@@ -565,8 +571,11 @@ class Replica:
             # Gradients that hardly change the loss (of what is normalized) consist of rounding errors.
             sizes = torch.stack([param.detach().norm().double() for param in params]).cpu()
             norms += total.detach().abs().cpu() / sizes
-            rounding = 10 * max(close, _PROPORTIONAL) * norms
-            if ((once - first - second)[:, 1].abs() > rounding).any():
+            differ = (once - first - second)[:, 1].abs() > 10 * max(close, _PROPORTIONAL) * norms
+            if differ.any():
+                inside = rounding_inside(lambda: gradient(0, few))
+                differ = (once - first - second)[:, 1].abs() > 10 * inside * norms
+            if differ.any():
                 warn_of_detached(self.loss_as_given)
                 return True
         return False

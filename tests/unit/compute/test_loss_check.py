@@ -397,6 +397,33 @@ def test_a_loss_in_float32_of_a_model_in_float64_is_compared_as_such():
     assert trained(loss, 8, model) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_loss_that_is_rounded_inside_is_compared_as_such(dtype: torch.dtype):
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 200)).to(dtype)
+
+    def smoothed(model: nn.Module, batch: Batch) -> ab.Loss:
+        """As transformers' LabelSmoother, which sums in float32."""
+        scores = -F.log_softmax(model(batch[0].to(dtype)), -1)
+        total = scores.gather(-1, batch[1][:, None]).sum()
+        every = scores.sum(-1, dtype=torch.float32).sum() / 200
+        return ab.Loss(0.9 * total + 0.1 * every, len(batch[0]))
+
+    def half(model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch[0].to(dtype)).bfloat16(), batch[1]).to(dtype)
+
+    def half_inside(model: nn.Sequential, batch: Batch) -> Tensor:
+        hidden = model[:2](batch[0].to(dtype)).bfloat16()
+        logits = F.linear(hidden, *(param.bfloat16() for param in model[2].parameters()))
+        return F.cross_entropy(logits.float(), batch[1])
+
+    for seed in range(4):
+        torch.manual_seed(seed)
+        for param in model.parameters():
+            nn.init.normal_(param, std=0.3)
+        for loss in (smoothed, half, half_inside):
+            assert trained(loss, 8, model) == []
+
+
 def test_one_piece_is_as_the_script_has_it():
     assert trained(plain_sum, 24) == []
     assert trained(dice, 24) == []
