@@ -211,6 +211,22 @@ def test_two_ranks_train_as_one(num: int, crew: Any, tmp_path: Any):
     assert losses == pytest.approx([loss for loss, _ in told], rel=1e-6)
 
 
+def rebalanced(rank: int, size: int, folder: str) -> tuple[list[int], str]:
+    with ranks(rank, size):
+        options = {"train_sampling_strategy": "batch_rebalance", "global_batch": 15}
+        made = trainer(folder, train_dataset=sequences(47), **options)
+        shares = [len(batch["input_ids"]) for batch in made.get_train_dataloader()]
+        with pytest.raises(InputError) as refused:
+            trainer(folder, train_dataset=sequences(46), **options).get_train_dataloader()
+        return shares, str(refused.value)
+
+
+def test_rebalanced_batches_are_of_the_global_batch(crew: Any, tmp_path: Any):
+    (one, refused), (other, _) = crew(2, rebalanced, str(tmp_path))
+    assert [sum(pair) for pair in zip(one, other, strict=True)] == [15, 15, 15, 2]
+    assert "each of the 2 ranks a sample of every batch, and one has 1" in refused
+
+
 def test_a_budget_is_planned_for(tmp_path: Any):
     model = seeded_llama()
     first = copy.deepcopy(model)

@@ -166,6 +166,29 @@ class AnyBatch(_Host):
     def get_total_train_batch_size(self, args: Any) -> int:
         return self.global_batch
 
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        sampler: Any = super()._get_train_sampler(*args, **kwargs)
+        size = getattr(sampler, "dp_size", 1)  # of train_sampling_strategy="batch_rebalance"
+        if size == 1:
+            return sampler
+        sampler = type(sampler)(
+            sampler.lengths,
+            max(self.global_batch, size),
+            size,
+            grad_accum=1,
+            rank=sampler.rank,
+            drop_last=sampler.drop_last,
+        )
+        rest = sampler.remainder if sampler.has_tail else size
+        if min(self.global_batch, rest) < size:
+            raise InputError(
+                f"train_sampling_strategy is 'batch_rebalance', which gives each of the {size} ranks a"
+                f" sample of every batch, and one has {min(self.global_batch, rest)} (global_batch is"
+                f" {self.global_batch}, of {len(sampler.lengths)} samples): give another global_batch,"
+                " dataloader_drop_last=True, or another strategy."
+            )
+        return sampler
+
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
         if is_training and not isinstance(kwargs.get("dataset"), IterableDataset):
             kwargs["batch_size"] = self.global_batch
