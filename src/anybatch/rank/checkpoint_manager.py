@@ -34,6 +34,7 @@ class CheckpointManager:
             copy is written.
         sink: receives the events.
         has_failed: whether the last completed checkpoint could not be written. Valid on rank 0 only.
+        lost: sentence about a rank that is lost, if one is.
     """
 
     checkpoints: Checkpoints
@@ -45,6 +46,7 @@ class CheckpointManager:
     stages: bool
     sink: Sink
     has_failed: bool = False
+    lost: str = ""
 
     def save(self, facts: dict[str, Any], score: float | None, at_once: bool) -> None:
         """Start to save a checkpoint, with additional `facts`; a lower `score` is better. The outcome
@@ -130,8 +132,8 @@ class CheckpointManager:
         return found.folder
 
     def close(self) -> None:
-        """Complete pending checkpoints."""
-        self.checkpoints.close()
+        """Complete pending checkpoints, unless they need a rank that is `lost`."""
+        self.checkpoints.close(self.lost)
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:

@@ -200,6 +200,8 @@ class Session:
     ) -> None:
         self._last = self._engine.plan
         self._is_open = False
+        if self._archive is not None and isinstance(error, PeerLost):
+            self._archive.lost = str(error)
         try:
             with self._stack, at_work(), self._pulse.at_work("closing"), self._undo:
                 self._replica.switch_optimizer(training=False)

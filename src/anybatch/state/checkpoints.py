@@ -246,8 +246,14 @@ class Checkpoints:
                 f"rank {rank} could not load {found.folder}: {_sentence(first)}"
             ) from None
 
-    def close(self) -> None:
-        """Waits for the save in progress. No thread remains."""
+    def close(self, lost: str = "") -> None:
+        """Waits for the save in progress. No thread remains.
+
+        Args:
+            lost: sentence about a rank that is lost, whose part of the save is not waited for.
+        """
+        if self._job is not None:
+            self._job.told = self._job.told or lost
         self.wait()
         if self._group.rank == 0:
             self._folder.leave()

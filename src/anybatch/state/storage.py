@@ -105,7 +105,7 @@ class Writer(StorageWriter):
         release: on rank 0, releases the lock of the folder.
         written: set when the bytes of this rank are written, or will not be.
         wrong: why they are not written.
-        told: failure reported by another rank, if any.
+        told: failure of another rank, if any: nothing more comes from it.
         ended: set when its thread has ended; None: it has no thread.
         metadata, results: on rank 0, torch's plan, and where each rank's slices begin in its file.
     """
@@ -225,13 +225,14 @@ class Writer(StorageWriter):
         grown_at, grown = time.monotonic(), -1
         pause = 0.005
         while True:
-            if self.told:
-                raise InputError(self.told)
+            told = self.told  # before parts are read, which may be complete
             for rank in range(num_files):
                 if rank not in parts and _part_path(partial, rank).exists():
                     parts[rank] = _read_part(partial, rank)
             if len(parts) == num_files:
                 return [parts[rank] for rank in range(num_files)]
+            if told:
+                raise InputError(told)
             now = sum(_size(partial / data_name(rank)) for rank in range(num_files))
             if now != grown:
                 grown_at, grown = time.monotonic(), now

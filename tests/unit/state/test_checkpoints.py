@@ -266,6 +266,24 @@ def test_a_part_that_does_not_come_is_given_up_and_leaves_nothing(tmp_path, monk
     assert not any(thread.name.startswith("checkpoint") for thread in threading.enumerate())
 
 
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_rank_that_is_lost_is_not_waited_for(is_written, tmp_path, monkeypatch):
+    write_part, may_write = storage.write_part, threading.Event()
+
+    def write(*part):
+        may_write.wait()
+        if is_written:
+            write_part(*part)
+
+    monkeypatch.setattr(storage, "write_part", write)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", SingleDevice())
+    checkpoints.save(content(), 1)
+    threading.Timer(0.1, may_write.set).start()
+    checkpoints.close("rank 1 is gone.")
+    (ended,) = checkpoints.finished()
+    assert isinstance(ended, Saved) if is_written else ended.reason.endswith(": rank 1 is gone.")
+
+
 MISFITS = {
     "another name": ({"weigth": torch.zeros(7, 5)}, "'weigth' is not in it"),
     "another shape": (
