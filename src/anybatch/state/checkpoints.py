@@ -113,6 +113,7 @@ class Checkpoints:
         self._keep = keep
         self._storage = storage
         self._job: Writer | None = None
+        self._is_unseen = False
         self._outcomes: list[Saved | Failed] = []
         self._passed_over: set[Path] = set()
 
@@ -145,9 +146,13 @@ class Checkpoints:
             None if score is None else float(score),
             rank=group.rank,
             stage=stage,
+            is_unseen=self._is_unseen,
         )
         try:
-            job.run(alone=group.size == 1)
+            try:
+                job.run(alone=group.size == 1)
+            finally:
+                self._is_unseen = job.is_unseen
         except CheckpointException as error:
             reason = None
             try:

@@ -73,6 +73,9 @@ from anybatch.state.manifest import (
 UNSEEN_SECONDS = 10.0
 """How long a rank waits for the folder that rank 0 created: shared file systems may show it late."""
 
+UNSEEN_AGAIN_SECONDS = 0.5
+"""The same after a save whose folder the rank has not seen."""
+
 STALL_SECONDS = 120.0
 """How long rank 0 waits for the parts of the other ranks while none of their files grows."""
 
@@ -105,6 +108,7 @@ class Writer(StorageWriter):
         release: on rank 0, releases the lock of the folder.
         written: set when the bytes of this rank are written, or will not be.
         wrong: why they are not written.
+        is_unseen: whether this rank does not see the folder; before it looks, that of the last save.
         told: failure of another rank, if any: nothing more comes from it.
         ended: set when its thread has ended; None: it has no thread.
         metadata, results: on rank 0, torch's plan, and where each rank's slices begin in its file.
@@ -125,6 +129,7 @@ class Writer(StorageWriter):
     partial: Path | None = None
     pending: list[Tensor] | None = None
     release: Callable[[], object] = lambda: None
+    is_unseen: bool = False
     told: str = ""
     metadata: Metadata | None = None
     results: Sequence[Sequence[WriteResult]] = ()
@@ -164,7 +169,10 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Lays out the slices of this rank; copies them to be written later, or writes them now."""
         self.partial = self.folder.path / str(plan.storage_data)
-        _await_folder(self.partial, self.rank)
+        seconds = UNSEEN_AGAIN_SECONDS if self.is_unseen else UNSEEN_SECONDS
+        self.is_unseen = True
+        _await_folder(self.partial, self.rank, seconds)
+        self.is_unseen = False
         tensors, results, start = [], [], 0
         for item in plan.items:
             assert item.tensor_data is not None
@@ -325,9 +333,9 @@ def _staged(tensors: Sequence[Tensor]) -> list[Tensor] | None:
     return copies
 
 
-def _await_folder(partial: Path, rank: int) -> None:
+def _await_folder(partial: Path, rank: int, seconds: float) -> None:
     """Waits until this rank sees the folder, while all ranks can still be told that it does not."""
-    deadline = time.monotonic() + UNSEEN_SECONDS
+    deadline = time.monotonic() + seconds
     while not partial.exists():
         if time.monotonic() > deadline:
             raise InputError(

@@ -238,7 +238,15 @@ def test_what_fails_on_one_rank_is_told_by_rank_0_and_the_next_save_works(crew, 
 
 
 def own_folder(rank, size, folder):
-    storage.UNSEEN_SECONDS, before = 0.1, storage.UNSEEN_SECONDS
+    before = storage.UNSEEN_SECONDS, storage.UNSEEN_AGAIN_SECONDS, storage._await_folder
+    storage.UNSEEN_SECONDS, storage.UNSEEN_AGAIN_SECONDS = 0.1, 0.05
+    waited = []
+
+    def awaited(partial, rank, seconds):
+        waited.append(seconds)
+        before[2](partial, rank, seconds)
+
+    storage._await_folder = awaited
     mine = Path(folder) / f"{rank}"
     (mine / "c").mkdir(parents=True)
     checkpoints = Checkpoints(mine / "c", group_of(size))
@@ -250,12 +258,13 @@ def own_folder(rank, size, folder):
         with pytest.raises(InputError) as none:
             checkpoints.newest()
     finally:
-        storage.UNSEEN_SECONDS = before
-    return [one.reason for one in checkpoints.finished()], str(none.value)
+        storage.UNSEEN_SECONDS, storage.UNSEEN_AGAIN_SECONDS, storage._await_folder = before
+    return [one.reason for one in checkpoints.finished()], str(none.value), waited
 
 
 def test_a_folder_that_is_not_shared_is_named(crew, tmp_path):
-    (reasons, here), (_, there) = crew(2, own_folder, str(tmp_path))
+    (reasons, here, _), (_, there, waited) = crew(2, own_folder, str(tmp_path))
+    assert waited == [0.1, 0.05]
     assert len(reasons) == 2
     assert all("rank 1 does not see" in one and "machines share" in one for one in reasons)
     assert here == there
