@@ -125,6 +125,12 @@ EDITS = [
         lambda p: p["kernels"].update(autotune=True),
         ("kernels.autotune is true", "device is 'cpu'", "make it false"),
     ),
+    Edit(
+        "digits",
+        lambda p: p.update(budget_bytes=10**400 - 1),
+        ("the number 99999", "left out", "has more than 64 bits", "plan the task anew"),
+    ),
+    Edit("share", lambda p: p.update(shares=[1e308]), ("shares is [1e+308]", "below 1e+100")),
     Edit("absent-device", lambda p: p.update(device="cuda:99"), ("'cuda:99'", "another device")),
 ]
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from anybatch.plans.plan import Plan
 
 
+_LARGEST_SHARE = 1e100  # so that products and sums of shares are finite
+
+
 def check(plan: Plan) -> None:
     """Raises `ValueError` if the engine cannot run `plan`."""
     _check_ranks(plan)
@@ -26,10 +29,10 @@ def check(plan: Plan) -> None:
 
 
 def _check_ranks(plan: Plan) -> None:
-    if not all(s >= 0 for s in plan.shares) or sum(plan.shares) <= 0:
+    if not all(0 <= s < _LARGEST_SHARE for s in plan.shares) or sum(plan.shares) <= 0:
         raise ValueError(
-            f"shares is {list(plan.shares)}: give each rank a number of at least zero, and at"
-            " least one of them a number above zero"
+            f"shares is {list(plan.shares)}: give each rank a number of at least zero and below"
+            f" {_LARGEST_SHARE:.0e}, and at least one of them a number above zero"
         )
     if plan.parallel == "single" and plan.num_ranks > 1:
         raise ValueError(

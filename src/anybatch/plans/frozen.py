@@ -55,19 +55,27 @@ def read(path: str | os.PathLike[str]) -> str:
         ) from None
 
 
+def _integer(digits: str) -> int:
+    """The integer in `digits`. Raises `ValueError` if it has more than 64 bits: sizes and counts are
+    converted to floating point numbers, whose range it may exceed."""
+    if len(digits) > 20 or abs(int(digits)) >= 2**64:
+        raise ValueError(f"the number {shortened(digits, 40)} in it has more than 64 bits")
+    return int(digits)
+
+
 def current(text: str, version: int, source: str) -> str:
     """The plan in `text` without fields that earlier releases wrote and that are no longer read.
 
     Raises `InputError` unless `text` is a JSON object with this `version` of the format.
     """
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_int=_integer)
     except json.JSONDecodeError as error:
         raise InputError(
             f"{source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno};"
             " mend it there, or plan the task anew."
         ) from None
-    except (ValueError, RecursionError) as error:  # such as a number with thousands of digits
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{source} cannot be read: {error}; plan the task anew.") from None
     if not isinstance(data, dict):
         raise InputError(
