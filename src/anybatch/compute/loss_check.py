@@ -8,8 +8,8 @@ whole batch if for any samples A and B
 and the same for metrics. The check runs before the first micro-batch of some steps, without gradients:
 it compares a few samples with the same samples in two parts (one sample with itself repeated). Noise is
 replaced by its mean, dropout is disabled, and BatchNorm uses its running statistics, since these differ
-between any two passes. Other random numbers are the same in each pass; if the loss depends on them, the
-check says nothing.
+between any two passes. Other random numbers are the same in each pass, unless their number depends on
+the number of samples. If it does, and the loss depends on them, the check says nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from anybatch.compute.loss_reduction_check import warn_of
 from anybatch.compute.modes import preserved
 from anybatch.data.batch_copies import copied
 from anybatch.data.batch_slices import batch_size, doubled, slice_batch
-from anybatch.data.generators import seed_by, seed_each
+from anybatch.data.generators import seed_by, seed_each, states_of
 from anybatch.errors import LossError
 from anybatch.side_effects import generators_in
 from anybatch.task import JointLoss, Loss, LossFunction, MetricFunction
@@ -140,18 +140,22 @@ def check_adds_up(
             with _not_for_few_samples():
                 pieces = [take(0, cut), take(cut, num_samples)]
         first = sums(pieces[0], cut)
+        states = [states_of(own_generators)]
         if first.is_finite and not first.is_same(sums(pieces[0], cut), close):
             warn_of(function, _ANOTHER)
             return True
         second = sums(pieces[1], num_samples - cut)
+        states.append(states_of(own_generators))
         parts = Parts(sums(some, num_samples), first, second, close)
+        are_as_many = states == [states_of(own_generators)] * 2  # of random numbers
         if not parts.together.is_finite:
             return None
         if not parts.adds_up:
             close = max(close, rounding_inside(lambda: sums(some, num_samples)))
             parts = replace(parts, close=close)
-        if not parts.adds_up and not parts.together.is_same(sums(some, num_samples, key=1), close):
-            return None  # it depends on random numbers
+        is_known = parts.adds_up or are_as_many
+        if not is_known and not parts.together.is_same(sums(some, num_samples, key=1), close):
+            return None  # it depends on random numbers of the samples
         count = num_samples
         twice = parts.together if parts.adds_up else sums(doubled(some), 2 * count)
         if fault := parts.fault(twice):

@@ -50,6 +50,17 @@ def snapshot() -> tuple[Any, ...]:
     return random.getstate(), torch.default_generator.get_state(), _numpy_now()[1]
 
 
+def states_of(generators: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns the states of the default generators, CUDA's included, and of `generators`, in a form
+    that can be compared."""
+    python, host, numpy = snapshot()
+    tensors = [host, *(g.get_state() for g in generators if isinstance(g, torch.Generator))]
+    if torch.cuda.is_initialized():
+        tensors.append(torch.cuda.get_rng_state())
+    others = [g for g in generators if not isinstance(g, torch.Generator)]
+    return python, [one.tolist() for one in tensors], pickle.dumps((numpy, others))
+
+
 def restore(state: tuple[Any, ...]) -> None:
     """Sets all three generators to what `snapshot` returned."""
     random.setstate(state[0])

@@ -25,6 +25,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(24, 6, generator=GENERATOR)
 LABELS = torch.randint(2, (24,), generator=GENERATOR)
 R = torch.randn(24, generator=GENERATOR)
+GENERATOR_OF_LOSS = np.random.default_rng(0)
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
@@ -142,6 +143,17 @@ def test_random_numbers_hide_no_fault():
     assert trained(right, 8) == []
     with pytest.raises(LossError, match="the sum of the loss is a mean"):
         trained(wrong, 8)
+    (told,) = trained(root_of, 8)
+    assert "does not add up over samples" in told
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda: np.random.uniform(0.9, 1.1), lambda: random.random(), GENERATOR_OF_LOSS.random]
+)
+def test_as_many_random_numbers_for_any_samples_hide_no_fault(draw: Callable[[], float]):
+    def root_of(model: Any, batch: Batch) -> Tensor:
+        return model(batch[0] * draw()).square().mean().sqrt()
+
     (told,) = trained(root_of, 8)
     assert "does not add up over samples" in told
 
