@@ -16,12 +16,20 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from anybatch.compute.modes import into_training
+from anybatch.errors import LossError
+
+MOST_DRAWS = 100_000
+"""Maximum number of draws that are held fixed in one block."""
 
 
 @contextmanager
 def calm(model: nn.Module, names: Sequence[str], still: bool) -> Iterator[None]:
     """Context manager that puts `model` into training mode (see `into_training`), except for the
-    modules `names`, which are put into evaluation mode. If `still`, random draws are held fixed."""
+    modules `names`, which are put into evaluation mode. If `still`, random draws are held fixed.
+
+    Raises `LossError`, in the block, after `MOST_DRAWS` draws: a loop that draws until a condition
+    holds would not end.
+    """
     into_training(model)
     for name, module in model.named_modules():
         if name in names:
@@ -40,6 +48,10 @@ class _Still(TorchFunctionMode):
     """Function mode that disables dropout, in modules and functions, and replaces random draws by the
     mean of their distribution, which does not depend on how a batch is split. Modules stay in training
     mode: attention checks its own mode, not that of its dropout module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_draws = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -60,6 +72,13 @@ class _Still(TorchFunctionMode):
             options |= {} if len(args) > 3 else {"training": False}
         drawn = func(*args, **options)
         if name in _MEANS and isinstance(drawn, Tensor):
+            self._num_draws += 1
+            if self._num_draws > MOST_DRAWS:
+                raise LossError(
+                    f"the loss has called {name} until it was stopped after {MOST_DRAWS:,} draws, which"
+                    " were held at their mean to compare passes: a loop that draws until a condition"
+                    " holds does not end then. Draw in collate or the data set, or in one call."
+                )
             with torch.no_grad():
                 _MEANS[name](drawn, args, options)
         return drawn

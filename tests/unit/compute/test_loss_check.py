@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 import anybatch as ab
+from anybatch.compute import frozen_randomness
 from anybatch.compute.loss_reduction_check import _warn
 from anybatch.data.batch_slices import doubled
 from anybatch.errors import LossError
@@ -156,6 +157,17 @@ def test_as_many_random_numbers_for_any_samples_hide_no_fault(draw: Callable[[],
 
     (told,) = trained(root_of, 8)
     assert "does not add up over samples" in told
+
+
+def test_a_loss_that_draws_until_a_condition_holds_is_left_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(frozen_randomness, "MOST_DRAWS", 1000)
+
+    def masked(model: nn.Module, batch: Batch) -> Tensor:
+        while not (mask := torch.rand(len(batch[0]), 6) < 0.4).any():
+            pass
+        return model(batch[0].masked_fill(mask, 0.0)).square().mean()
+
+    assert trained(masked, 8) == []
 
 
 class Recurrent(nn.Module):
