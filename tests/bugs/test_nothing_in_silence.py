@@ -267,6 +267,18 @@ def named(numbers: list[int]) -> Any:
 
 
 ADD = "does not add up over samples"
+
+
+def detected(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The mean over samples of the mean over their objects, of which a sample may have none."""
+    total = 0.0 * model(batch[0]).sum()
+    for sample, num_objects in zip(*batch, strict=True):
+        if num_objects:
+            found = model(sample.expand(int(num_objects), -1))
+            total = total + F.smooth_l1_loss(found, torch.zeros_like(found))
+    return total / len(batch[0])
+
+
 AGAIN = "gives another loss when the same samples pass a second time"
 PROPORTION = "has a gradient that is not proportional to it"
 LEFT_OUT = "leaves out targets"
@@ -280,6 +292,7 @@ ROWS = {
     "all targets of one micro-batch are ignored": Row(
         counted, data=(X, replaced(Y, slice(5, 10), -100))
     ),
+    "some samples have no mean": Row(detected, data=(X, torch.arange(24) * 7 % 5)),
     "one micro-batch weighs nothing": Row(
         lambda model, batch: ab.Loss((each(model, batch) * batch[2]).sum(), batch[2].sum()),
         data=(X, Y, replaced(W, slice(5, 10), 0.0)),

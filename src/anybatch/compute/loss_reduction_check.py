@@ -9,7 +9,6 @@ correct.
 from __future__ import annotations
 
 import math
-import operator
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -210,13 +209,11 @@ class CountedMeans:
     def _are_of_single_samples(self) -> bool:
         """Whether every pass has as many means for each of its samples: the loss loops over samples,
         and each mean is over a part of one. Their sum may be divided, which counts as one more. Samples
-        may also have different numbers of means (objects in images), at least one each."""
-        if not all(self._passes):
-            return False
+        may also have different numbers of means (objects in images), so that passes do, too."""
+        numbers = {len(means) for means in self._passes}
+        if len(numbers) > 1 or 0 in numbers:
+            return True
         sizes = [means[0].num_samples for means in self._passes]
-        numbers = [len(means) for means in self._passes]
-        if len({*numbers}) > 1 and all(map(operator.ge, numbers, sizes)):
-            return max(sizes) >= _FEW
         each = {divmod(len(means), n) for means, n in zip(self._passes, sizes, strict=True)}
         (quotient, rest), *others = each
         return max(sizes) >= _FEW and not others and quotient >= 1 and rest <= 1
