@@ -172,7 +172,11 @@ class TensorBoardLog:
         for folder in (self._folder, self._folder / _BY_SAMPLES):
             for file in event_files(folder):
                 file.unlink()
-            self._writers.append(SummaryWriter(str(folder)))
+            writer: Any = SummaryWriter(str(folder))
+            self._writers.append(writer)
+            with contextlib.suppress(AttributeError):  # `flush` raises the error of this thread
+                thread: Any = writer.file_writer.event_writer._async_writer._worker
+                thread._invoke_excepthook = lambda *_: None
         if self._earlier is not None and self._earlier.exists():
             for event in iterate(self._earlier):
                 self.write(event)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import threading
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -260,6 +261,8 @@ def test_a_full_disk_is_told_once_and_training_goes_on(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
+    shown: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", shown.append)  # of the thread that writes
     with TensorBoardLog(tmp_path) as log:
         log(make_start())
         log(make_step(1))
@@ -271,6 +274,7 @@ def test_a_full_disk_is_told_once_and_training_goes_on(
             log(make_step(3))
             log(make_out_of_memory(4))
     assert found_in(tmp_path).scalars["train/loss"] == curve([make_step(1)], "loss")
+    assert shown == []
 
 
 def test_a_recorded_run_whose_log_cannot_be_written_is_an_input_error(tmp_path: Path):
