@@ -22,8 +22,8 @@ from anybatch.errors import LossError, skipping
 from anybatch.parallel import Group
 
 _CAUSE = (
-    "a division by zero or a logarithm of zero is the usual cause or, after the first step, a learning"
-    " rate that is too large."
+    "a division by zero, a logarithm of zero, or std or var over a single sample is the usual cause or,"
+    " after the first step, a learning rate that is too large."
 )
 
 

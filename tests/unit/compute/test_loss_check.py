@@ -592,3 +592,11 @@ def test_batches_of_sequences_are_doubled(layout: torch.layout):
     for some in (unpack_sequence(found), also.unbind()):
         assert all(torch.equal(one, other) for one, other in zip(some, wanted, strict=True))
     assert labels.tolist() == LABELS[:2].tolist() * 2
+
+
+def test_the_standard_deviation_of_one_sample_is_named_as_a_cause():
+    def spread(model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch[0]).std(0).sum()
+
+    with pytest.raises(LossError, match="std or var over a single sample"):
+        trained(spread, 1, nn.Linear(6, 2))
