@@ -13,7 +13,7 @@ class Waiting:
     def __init__(self, what: str, stream: TextIO | None = None) -> None:
         self._what = what
         self._stream = stream or sys.stderr
-        self._shows = self._stream.isatty()
+        self._shows = self._stream is not None and self._stream.isatty()  # None in a daemon
 
     def __enter__(self) -> Waiting:
         self("")

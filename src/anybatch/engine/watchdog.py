@@ -524,8 +524,7 @@ class Watchdog:
         shown = stacks(pulse.thread) if isinstance(error, Stuck) else ""
         sentence = f"{error}\n{shown}".rstrip()
         if self._end is None:
-            sys.stderr.write(f"anybatch: {sentence}\n")
-            sys.stderr.flush()
+            print(f"anybatch: {sentence}", file=sys.stderr, flush=True)  # noqa: T201 - may be None
             return
         if self._board is not None:
             self._board.announce(sentence, _ANNOUNCE_SECONDS)

@@ -465,13 +465,14 @@ class Step:
         return self._reminder.around()
 
     def _tell_of_a_wait(self) -> None:
-        sys.stderr.write(
+        print(  # noqa: T201 - sys.stderr may be None
             f"anybatch: rank {self._group.rank} of {self._group.size} has been in step"
             f" {step_number(self._num_steps)} for {_WAIT_SECONDS:.0f} s. Perhaps it waits for a"
             " rank that hangs, is busy with something else, or has ended its loop: every rank calls"
-            " Step equally often, with None where it has no samples left.\n"
+            " Step equally often, with None where it has no samples left.",
+            file=sys.stderr,
+            flush=True,
         )
-        sys.stderr.flush()
 
     def _check_joined(self) -> None:
         """Raises `InputError` if the number of ranks has changed since the step was set up."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from io import StringIO
 
+import pytest
+
 from anybatch.cli.waiting import Waiting
 
 
@@ -29,3 +31,9 @@ def test_files_and_pipes_get_nothing():
     with Waiting("planning:", stream) as waiting:
         waiting("candidate 1")
     assert stream.getvalue() == ""
+
+
+def test_without_standard_error_nothing_is_written(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.stderr", None)
+    with Waiting("planning:") as waiting:
+        waiting("1 of 2")
