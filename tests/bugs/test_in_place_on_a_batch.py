@@ -178,3 +178,21 @@ def test_a_batch_of_one_sample_is_not_the_data_set_itself(kind):
     result = ab.train(task, micro_batch=1, progress=False)
     np.testing.assert_array_equal(x, X)
     _assert_equal(result.model, _plainly(_loss, 3))
+
+
+@pytest.mark.parametrize("micro_batch", [None, 5])
+def test_an_expanded_tensor_of_a_batch_is_copied_and_put_back(micro_batch):
+    """torch cannot copy into the whole of one, since its elements share memory."""
+
+    def loss(model, batch):
+        x, y, scale, none = batch
+        assert none.numel() == 0
+        return _loss(model, (x * scale, y))
+
+    found = _build()
+    optimizer = torch.optim.SGD(found.parameters(), lr=0.3)
+    with ab.Step(found, optimizer, loss, micro_batch=micro_batch, verbose=False) as step:
+        for _ in range(2):
+            scale = torch.tensor([[1 / 255]], dtype=torch.float64).expand(24, 6)
+            step((X * 255, Y.clone(), scale, torch.ones(1, 0).expand(24, 0)))
+    _assert_equal(found, _plainly(_loss, 2))

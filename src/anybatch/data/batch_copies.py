@@ -37,7 +37,8 @@ class BatchCopies:
         self._last = len(self._kept), len(self._contents)
         if self.writes is not False:
             self._contents += _contents(batch)
-            self._kept += [(leaf, _copied(leaf), _version(leaf)) for leaf in _leaves(batch)]
+            leaves = map(_without_repeats, _leaves(batch))
+            self._kept += [(leaf, _copied(leaf), _version(leaf)) for leaf in leaves]
 
     def passed(self) -> None:
         """Called after the pass: discards the copy unless passes modify their batches."""
@@ -114,6 +115,15 @@ def _leaves(batch: Any) -> list[Any]:
         return [batch] if batch.flags.writeable and not batch.dtype.hasobject else []
     is_plain = type(batch) is Tensor and batch.layout is torch.strided and not batch.is_nested
     return [batch] if is_plain else []
+
+
+def _without_repeats(leaf: Any) -> Any:
+    """Returns a view of `leaf` that has each element of an expanded tensor once: `Tensor.copy_` raises
+    an error for the whole."""
+    if isinstance(leaf, Tensor):
+        for dim, stride in enumerate(leaf.stride()):
+            leaf = leaf if stride else leaf.narrow(dim, 0, min(1, leaf.size(dim)))
+    return leaf
 
 
 def _copied(leaf: Any) -> Any:
