@@ -98,6 +98,51 @@ def test_graphs_by_the_scripts_own_cut():
     )
 
 
+def test_a_loss_of_graphs_that_does_not_add_up_is_a_warning():
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def root(model: nn.Module, batch: Any) -> ab.Loss:
+        one = of_graphs(model, batch)
+        return ab.Loss(one.sum.sqrt(), one.weight)
+
+    with (
+        ab.Step(
+            model,
+            optimizer,
+            root,
+            micro_batch=5,
+            verbose=False,
+            count_samples=lambda batch: len(batch["y"]),
+            slice_batch=lambda batch, start, stop: graphs(range(start, stop)),
+        ) as step,
+        pytest.warns(UserWarning, match="does not add up over samples"),
+    ):
+        step(graphs(range(12)))
+
+
+def test_metrics_of_time_first_batches_are_not_doubted(recwarn):
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batch = X.expand(7, 12, 6)
+
+    def last(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"last": batch[-1].square().sum()}
+
+    with ab.Step(
+        model,
+        optimizer,
+        lambda model, batch: ab.Loss(model(batch).square().sum(), batch.size(1)),
+        verbose=False,
+        count_samples=lambda batch: batch.size(1),
+        slice_batch=lambda batch, start, stop: batch[:, start:stop],
+    ) as step:
+        step(batch)
+        found = step.evaluate([batch], metrics=last)
+    assert found.metrics["last"] == pytest.approx(X.square().sum().item() / 12)
+    assert not recwarn.list
+
+
 def test_time_first_by_the_scripts_own_cut():
     check(
         of_time_first,

@@ -107,6 +107,69 @@ def test_any_parts_make_the_step_of_the_whole_batch(crew, kind, micro_batch):
         ]
 
 
+def packed(numbers):
+    """Sequences end to end, and where each begins and ends."""
+    lengths = [1 + number % 3 for number in numbers]
+    draw = torch.Generator().manual_seed(numbers[0])
+    return {
+        "x": torch.randn(sum(lengths), 3, generator=draw, **KIND),
+        "ends": torch.tensor([0, *lengths]).cumsum(0),
+    }
+
+
+def time_first(numbers):
+    x = torch.stack([torch.arange(15, **KIND).view(5, 3).sin() + n for n in numbers], 1)
+    return x, torch.tensor(numbers, **KIND)
+
+
+def of_packed(model, batch):
+    ends = batch["ends"]
+    return ab.Loss(model(batch["x"]).square().cumsum(0)[ends[1:] - 1].sum(), len(ends) - 1)
+
+
+def of_time_first(model, batch):
+    x, y = batch
+    return F.mse_loss(model(x).sum((0, 2)), y)
+
+
+CUTS = {
+    "packed": (packed, of_packed, lambda batch: len(batch["ends"]) - 1),
+    "time first": (time_first, of_time_first, lambda batch: len(batch[1])),
+}
+
+
+def by_own_cut(rank, size, kind):
+    collate, loss, count = CUTS[kind]
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def cut(batch, start, stop):
+        assert (start, stop) == (0, 1)  # there is one sample
+        return batch
+
+    with (
+        warnings.catch_warnings(),
+        ab.Step(model, optimizer, loss, count_samples=count, slice_batch=cut) as step,
+    ):
+        warnings.simplefilter("error")
+        step(collate([1 + rank]))
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("kind", sorted(CUTS))
+def test_one_sample_of_each_rank_that_the_script_cuts_itself(crew, kind):
+    collate, loss, _ = CUTS[kind]
+    ranks = crew(2, by_own_cut, kind)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number in (1, 2):
+        one = loss(model, collate([number]))
+        ((one.sum if kind == "packed" else one) / 2).backward()
+    optimizer.step()
+    for name, value in model.state_dict().items():
+        assert torch.allclose(ranks[1][name], value, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     "parts",
     [

@@ -108,7 +108,8 @@ def check_adds_up(
         explained: warns if the autograd graph of the loss shows why it is not additive, and returns
             whether it did.
         take: `take(start, stop)` returns these samples as a batch.
-        num_samples: number of samples available. A single sample is repeated.
+        num_samples: number of samples available. A single sample is repeated; the values show
+            nothing if it is not in dim 0.
         cut: number of samples in the first part. It must not be half of `num_samples`: with equal
             parts, any mean of two means would be correct.
         close: relative tolerance for rounding errors; see `rounding`.
@@ -133,7 +134,9 @@ def check_adds_up(
         with _not_for_few_samples():
             some = take(0, num_samples)
         if num_samples == 1:
-            some = doubled(some)
+            some = _repeated(some, 1)
+            if some is None:
+                return None
             pieces = [slice_batch(some, 0, 1)] * 2
             cut, num_samples = 1, 2
         else:
@@ -157,7 +160,10 @@ def check_adds_up(
         if not is_known and not parts.together.is_same(sums(some, num_samples, key=1), close):
             return None  # it depends on random numbers of the samples
         count = num_samples
-        twice = parts.together if parts.adds_up else sums(doubled(some), 2 * count)
+        twice = parts.together
+        if not parts.adds_up:
+            double = _repeated(some, count)
+            twice = None if double is None else sums(double, 2 * count)
         if fault := parts.fault(twice):
             raise LossError(fault)
         warnings = [parts.metric(name) for name in parts.together.metrics]
@@ -243,13 +249,16 @@ def check_encode(
     return True
 
 
-def check_metrics(function: MetricFunction, model: nn.Module, batch: Any, close: float) -> None:
+def check_metrics(
+    function: MetricFunction, model: nn.Module, batch: Any, num_samples: int, close: float
+) -> None:
     """Warn about metrics of `function` that are single numbers and are not additive over the samples of
-    `batch`: means, perhaps. Errors are ignored: the evaluation itself reports them."""
+    `batch`: means, perhaps. Says nothing if its `num_samples` samples are not in dim 0. Errors are
+    ignored: the evaluation itself reports them."""
     with suppress(Exception):
-        few = min(LOOKED_AT, batch_size(batch))
+        few = min(LOOKED_AT, num_samples)
         cut = max(1, few // 3)
-        if few < 2:
+        if few < 2 or batch_size(batch) != num_samples:
             return
         found: list[Sums] = []
         for start, stop in ((0, few), (0, cut), (cut, few)):
@@ -273,6 +282,15 @@ def _seed(own_generators: Sequence[Any], key: int) -> None:
     seed_each(own_generators, key)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(key)
+
+
+def _repeated(batch: Any, num_samples: int) -> Any:
+    """Return `batch` with its samples repeated once; None if they are not in dim 0 (the user cuts or
+    packs such a batch), or cannot be repeated."""
+    with suppress(Exception):  # torch.cat does not support every layout
+        if batch_size(batch) == num_samples:
+            return doubled(batch)
+    return None
 
 
 class _NotForFew(Exception):
@@ -371,9 +389,9 @@ class Parts:
     def is_zero(self) -> bool:
         return not (self.together.total or self.first.total or self.second.total)
 
-    def fault(self, twice: Sums) -> str | None:
+    def fault(self, twice: Sums | None) -> str | None:
         """Return an error message if the loss is certainly wrong, else None. `twice` is the loss of all
-        samples repeated once."""
+        samples repeated once, or None if it is unknown."""
         a, b, both = self.first, self.second, self.together
         if not self._equal(both.weight, a.weight, b.weight):
             return (
@@ -384,7 +402,7 @@ class Parts:
                 " tokens) of the sum. To train by the sum itself, see 'Keeping a loss that is a"
                 " sum' in the guide."
             )
-        if self.adds_up:
+        if self.adds_up or twice is None:
             return None
         if both.is_plain:
             grows = self._equal(twice.returned, both.returned, both.returned)
@@ -407,12 +425,12 @@ class Parts:
             )
         return None
 
-    def doubt(self, twice: Sums) -> str:
+    def doubt(self, twice: Sums | None) -> str:
         """Return the warning for sums that are not additive, which make a step that is cut into
         micro-batches inexact. `twice`: see `fault`."""
         a, b, both = self.first, self.second, self.together
         surplus = a.total + b.total - both.total
-        missing = 2 * both.total - twice.total
+        missing = math.nan if twice is None else 2 * both.total - twice.total
         if not both.is_plain and abs(surplus - missing) <= 0.01 * abs(surplus):
             return (
                 f"adds a term to its sum that does not depend on the samples ({surplus:.6g}: a penalty"

@@ -350,7 +350,7 @@ class Evaluation:
             return
         model = self._replica.model
         for function in functions:
-            check_metrics(function, model, batch, rounding(model, self._device))
+            check_metrics(function, model, batch, num_samples, rounding(model, self._device))
 
     def _evaluate(
         self, loss: LossFunction, batch: Any, num_samples: int, encodings: list[tuple[Any, int]]
