@@ -104,7 +104,7 @@ def _checked(found: Any, dataset: Any, name: str) -> Tensor:
         raise InputError(
             f"the lengths of the {name} samples cannot be used"
             f" ({f'that of sample {at[0]} is {at[1]!r}' if at else told}): give one whole number of at"
-            " least zero for each sample."
+            " least zero for each sample, or a function from a data set to the lengths of its samples."
         )
     if len(array) != len(dataset):
         raise InputError(

@@ -164,7 +164,7 @@ def test_lengths_are_given_or_asked_for_once():
         ([1, None, 3], "that of sample 1 is None"),
         (np.ones((3, 2), dtype=int), "they are int64 of shape (3, 2)"),
         (torch.ones(3), "they are float32 of shape (3,)"),
-        (lambda data: 7, "cannot be used"),
+        (lambda data: 7, "for each sample, or a function from a data set to the lengths"),
     ],
 )
 def test_what_is_no_length_for_each_sample_is_refused(given, says):
