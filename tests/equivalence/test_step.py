@@ -687,6 +687,51 @@ def test_an_optimizer_of_accelerate_that_would_not_make_the_update_is_refused(ac
         GradientState._reset_state()
 
 
+def test_a_run_resumed_by_accelerate_is_the_same_as_an_undisturbed_one(tmp_path):
+    pytest.importorskip("accelerate")
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import set_seed
+
+    def trained(stop=None, resume=None):
+        accelerator = Accelerator(cpu=True)
+        set_seed(1)
+        data = torch.utils.data.TensorDataset(torch.randn(20, 4), torch.randint(3, (20,)))
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        order = torch.Generator().manual_seed(2)  # else the loader draws from the restored one
+        loader = torch.utils.data.DataLoader(data, 6, shuffle=True, generator=order)
+        loader = accelerator.prepare(loader)
+        accelerator.register_for_checkpointing(model, optimizer, scheduler)
+        if resume is not None:
+            accelerator.load_state(tmp_path)
+            loader = accelerator.skip_first_batches(loader, resume)
+
+        def loss(model, batch):
+            inputs, labels = batch
+            return ab.Loss(F.cross_entropy(model(inputs), labels, reduction="sum"), len(labels))
+
+        with ab.Step(model, optimizer, loss, micro_batch=4, verbose=False) as step:
+            for number, batch in enumerate(loader, 1):
+                step(batch)
+                scheduler.step()
+                if number == stop:
+                    accelerator.save_state(tmp_path)
+                    break
+        return model.state_dict()
+
+    try:
+        undisturbed = trained()
+        trained(stop=2)
+        resumed = trained(resume=2)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    for name, value in undisturbed.items():
+        assert torch.equal(resumed[name], value)
+
+
 def test_a_first_call_that_fails_leaves_a_plain_model():
     model = Net()
     step = ab.Step(model, sgd(model), loss, recompute=Recompute(blocks=("nowhere",)))
