@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 from tests.docs.reading import (
     ROOT,
     blocks,
@@ -27,11 +28,14 @@ from tests.docs.reading import (
     text_of,
 )
 
+from anybatch.cli import _app
+
 SECONDS = 300  # far more than any of them needs, so that a hang fails and a slow machine does not
 
 COMMANDS = (
     "train",
     "plan",
+    "scale",
     "memory",
     "submit",
     "verify",
@@ -166,3 +170,25 @@ def test_every_option_is_documented(command):
     assert options
     described = text_of("docs/commands.md")
     assert not {option for option in options if f"`{option}" not in described}
+    assert f"\n| `anybatch {command}" in described
+
+
+@pytest.mark.parametrize("page", ["docs/commands.md", "docs/zh/commands.md"])
+def test_shared_options_name_the_commands_that_take_them(page):
+    """A command that describes an option in its own section may be left out."""
+    shared, *sections = re.split(r"^## anybatch (?=[a-z])", text_of(page), flags=re.MULTILINE)
+    tables = {section.split(None, 1)[0]: section for section in sections}
+    options_of = {
+        name: {word for one in command.params for word in (*one.opts, *one.secondary_opts)}
+        for name, command in typer.main.get_command(_app).commands.items()
+    }
+    rows = re.findall(r"^\| `(--?[a-z-]+)[^|]* \|.* \| ([a-z, 、]+) \|$", shared, re.MULTILINE)
+    assert len(rows) > 10
+    wrong = []
+    for option, commands in rows:
+        named = set(re.split(", |、", commands))
+        taking = {command for command, names in options_of.items() if option in names}
+        elsewhere = {command for command in taking if f"`{option}" in tables[command]}
+        if not taking - elsewhere <= named <= taking:
+            wrong.append((option, named, taking))
+    assert not wrong
