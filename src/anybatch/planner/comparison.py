@@ -75,7 +75,8 @@ def frontier(every: Iterable[Costs]) -> tuple[FrontierPoint, ...]:
 def _reason(choice: Choice, costs: Costs, taken: Choice, by: Costs) -> str:
     peak = costs.bytes(choice)
     if peak > costs.room:
-        return f"exceeds the budget by {format_bytes(peak - costs.room)}"
+        over = format_bytes(peak - costs.room)
+        return f"exceeds the {format_bytes(costs.room)} planned for by {over}"
     return _of_fitting(costs.seconds(choice), by.seconds(taken), peak > by.bytes(taken))
 
 

@@ -266,11 +266,15 @@ def candidates(plan: Plan) -> list[Figure]:
     peaks, times = [one[1] for one in weighed + taken], [one[2] for one in weighed + taken]
     per_byte, byte_unit = byte_scale(max(peaks))
     per_second, second_unit = _second_scale(max(times))
-    over = [one for one in weighed if budget is not None and one[1] > budget]
-    fits = [one for one in weighed if budget is None or one[1] <= budget]
+    room = None if budget is None else budget - plan.reserve_bytes
+    over = [one for one in weighed if room is not None and one[1] > room]
+    fits = [one for one in weighed if room is None or one[1] <= room]
     traces: list[Trace] = []
     alt = f"{len(weighed):,} {'candidate' if len(weighed) == 1 else 'candidates'} not taken,"
-    alt += f" {len(over):,} over the budget."
+    if room is not None:
+        alt += f" {len(over):,} over the {format_bytes(room)} planned for."
+    else:
+        alt = alt.rstrip(",") + "."
     if len(plan.frontier) > 1:
         xs = [rounded(point.peak_bytes / per_byte) for point in plan.frontier]
         ys = [rounded(point.step_seconds / per_second) for point in plan.frontier]
@@ -278,7 +282,7 @@ def candidates(plan: Plan) -> list[Figure]:
         alt += f" The line joins the {len(plan.frontier)} that no other beats in both."
     groups: tuple[tuple[list[_Weighed], str, str, Shape], ...] = (
         (fits, "fits, not taken", "--blue", "dot"),
-        (over, "more than the budget", "--red", "cross"),
+        (over, "more than is planned for", "--red", "cross"),
         (taken, "the plan", "--amber", "diamond"),
     )
     for points, name, color, shape in groups:

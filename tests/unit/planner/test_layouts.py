@@ -92,7 +92,7 @@ def test_the_faster_layout_is_taken_and_the_other_stays_with_its_reason():
     assert others
     for other in others:
         slower = other.step_seconds > 1.01 * seconds(plan)
-        assert slower or "exceeds the budget by" in other.reason
+        assert slower or "planned for by" in other.reason
 
 
 @pytest.mark.slow

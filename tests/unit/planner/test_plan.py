@@ -21,6 +21,7 @@ from anybatch.estimate import footprint, subject_of
 from anybatch.machine import Machine
 from anybatch.planner.ranks import reserve_of
 from anybatch.plans import Plan, Recompute
+from anybatch.units import format_bytes
 
 MIB = 1 << 20
 
@@ -185,7 +186,7 @@ def test_every_candidate_that_was_not_taken_has_its_reason():
     assert len(seen) == len(plan.rejected)
     for candidate in plan.rejected:
         if candidate.peak_bytes > room:
-            assert "exceeds the budget by" in candidate.reason
+            assert candidate.reason.startswith(f"exceeds the {format_bytes(room)} planned for by ")
         else:
             assert candidate.reason.startswith("fits")
     assert any(candidate.peak_bytes > room for candidate in plan.rejected)

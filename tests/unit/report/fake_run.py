@@ -87,7 +87,9 @@ def make_candidate(
         ),
         peak_bytes=int(gib * GIB),
         step_seconds=seconds,
-        reason=f"exceeds the budget by {over:.1f} GiB" if over > 0 else "fits, but is slower",
+        reason=f"exceeds the 10.0 GiB planned for by {over:.1f} GiB"
+        if over > 0
+        else "fits, but is slower",
     )
 
 

@@ -130,7 +130,7 @@ def test_the_page_holds_the_figures(full: Page):
         "New plan from step 57 on (memory ran out in backward): micro-batch 256",
         "Gradients overflowed in step 12",
         "Evaluation after step 200: loss 0.4848",
-        "exceeds the budget by 52.1 GiB",
+        "exceeds the 10.0 GiB planned for by 52.1 GiB",
         "torch 2.13.0",
     ):
         assert figure in full.text
@@ -153,6 +153,15 @@ def test_the_plots_hold_the_run(full: Page):
     assert predicted == pytest.approx(8.71, abs=1e-3)
     chosen = full.specs["candidates"]["traces"][-1]
     assert (chosen["name"], chosen["x"]) == ("the plan", [8.71])
+
+
+def test_a_candidate_within_the_budget_that_needs_its_reserve_does_not_fit(tmp_path: Path):
+    most = max(c.peak_bytes for c in make_plan().rejected if (c.peak_bytes or 0) < 10 * GIB)
+    for reserve_bytes, num_over in ((0, 5), (10 * GIB - most, 5), (10 * GIB - most + 1, 6)):
+        page = page_of(tmp_path, make_events(), make_plan(reserve_bytes=reserve_bytes))
+        traces = {trace["name"]: trace for trace in page.specs["candidates"]["traces"]}
+        assert len(traces["more than is planned for"]["x"]) == num_over
+        assert f"11 candidates not taken, {num_over} over the " in page.text
 
 
 def test_a_prediction_that_held_is_that_of_the_run(tmp_path: Path):
