@@ -259,6 +259,13 @@ class InBackward(torch.autograd.Function):
         return grad
 
 
+def phase_of(model: nn.Module) -> str:
+    """The phase of a forward pass; the check of the loss, which computes no gradients, has its own."""
+    if not model.training:
+        return "evaluation"
+    return "forward" if torch.is_grad_enabled() else "check"
+
+
 class Convolutions(nn.Module):
     """With BatchNorm, whose statistics outlive a step."""
 
@@ -272,7 +279,7 @@ class Convolutions(nn.Module):
         self.head = nn.Linear(40_000, 4, **KIND)
 
     def forward(self, x):
-        passes("forward" if self.training else "evaluation")
+        passes(phase_of(self))
         x = F.relu(self.norm(self.first(x)))
         if torch.is_grad_enabled():
             x = InBackward.apply(x)
@@ -305,7 +312,7 @@ class Decoder(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, tokens):
-        passes("forward" if self.training else "evaluation")
+        passes(phase_of(self))
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
