@@ -175,12 +175,12 @@ def in_words(rule: BatchRule) -> str:
     unit = "samples" if tokens_of(rule) is None else "tokens"
     if not isinstance(rule, Ramp):
         return f"{_count(rule):,} {unit} per step"
-    told = f"{_count(rule.start):,} to {_count(rule.stop):,} {unit} per step over the first"
-    told = f"{told} {100 * rule.until:.3g}% of training"
+    text = f"{_count(rule.start):,} to {_count(rule.stop):,} {unit} per step over the first"
+    text = f"{text} {100 * rule.until:.3g}% of training"
     if rule.learning_rate is None:
-        return told
+        return text
     root = "the root of " if rule.learning_rate == "sqrt" else ""
-    return f"{told}, the learning rate in proportion to {root}it"
+    return f"{text}, the learning rate in proportion to {root}it"
 
 
 def parse_batch_rule(text: str, name: str = "global_batch") -> BatchRule:

@@ -81,7 +81,7 @@ def evaluate(
     if json:
         from anybatch.events import plain_json
 
-        print(plain_json(_told(found)))
+        print(plain_json(_as_dict(found)))
         return
     budget = found.plan.budget_bytes if found.plan.enforced else None
     peaks = compare_peak(found.predicted_peak_bytes, found.measured_peak_bytes, budget)
@@ -110,7 +110,7 @@ def _lines(found: Evaluation) -> list[tuple[str, str]]:
     ]
 
 
-def _told(found: Evaluation) -> dict[str, Any]:
+def _as_dict(found: Evaluation) -> dict[str, Any]:
     """The evaluation as plain data."""
     plan = found.plan
     return {

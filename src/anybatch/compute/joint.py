@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from anybatch.compute.loss import read_loss, told_as, widened
+from anybatch.compute.loss import explained_as, read_loss, widened
 from anybatch.data.batch_slices import map_leaves, parts_of
 from anybatch.errors import LossError
 from anybatch.task import JointLoss, Loss, LossFunction
@@ -222,7 +222,7 @@ class Joint:
 
 def naming_divided() -> AbstractContextManager[None]:
     """Context manager for a comparison: replaces torch's error on mixed DTensors by a `LossError`."""
-    return told_as("mixed torch.Tensor and DTensor", f"{USES_PARAMETERS}.")
+    return explained_as("mixed torch.Tensor and DTensor", f"{USES_PARAMETERS}.")
 
 
 def encodings_of(loss: JointLoss) -> LossFunction:
@@ -276,9 +276,9 @@ class Rows:
         before, now = kinds_of(places), kinds_of(tensors)
         if now != before:
             raise LossError(
-                f"encode returned ({told_kinds(before)}) and ({told_kinds(now)}) for two micro-batches"
-                " of a step, which cannot be compared: let it return the same tensors, of one shape per"
-                " sample (padded, say) and one dtype."
+                f"encode returned ({format_kinds(before)}) and ({format_kinds(now)}) for two"
+                " micro-batches of a step, which cannot be compared: let it return the same tensors, of"
+                " one shape per sample (padded, say) and one dtype."
             )
         begin, self._filled = self._filled, self._filled + len(tensors[0])
         for place, tensor in zip(places, tensors, strict=True):
@@ -295,7 +295,7 @@ def kinds_of(tensors: Sequence[Tensor]) -> Kinds:
     return tuple((tuple(one.shape[1:]), one.dtype) for one in tensors)
 
 
-def told_kinds(kinds: Kinds) -> str:
+def format_kinds(kinds: Kinds) -> str:
     return ", ".join(f"{list(shape)} {str(d).removeprefix('torch.')}" for shape, d in kinds)
 
 

@@ -101,9 +101,9 @@ def is_compiled(model: nn.Module) -> bool:
 
 def check_available(kernels: KernelChoices, device: torch.device) -> None:
     """Raises `InputError` if `kernels` are not available on `device`, naming what is missing."""
-    if kernels.compile and (told := missing(device)):
+    if kernels.compile and (reason := missing(device)):
         raise InputError(
-            f"the plan compiles the model, and {told}, or plan without {as_setting('compile', True)}."
+            f"the plan compiles the model, and {reason}, or plan without {as_setting('compile', True)}."
         )
 
 

@@ -47,7 +47,7 @@ def widened(values: Tensor) -> Tensor:
 
 
 @contextmanager
-def told_as(said: str, sentence: str) -> Iterator[None]:
+def explained_as(said: str, sentence: str) -> Iterator[None]:
     """Context manager that replaces a `RuntimeError` whose message contains `said` with a `LossError`
     whose message is `sentence`."""
     try:
@@ -64,7 +64,7 @@ def naming_lost_graphs() -> AbstractContextManager[None]:
 
     Raises `LossError` in place of torch's error.
     """
-    return told_as(
+    return explained_as(
         "backward through the graph a second time",
         "the graph of the loss was used before its backward: the loss function calls backward()"
         " itself, which anybatch does (return the loss alone), or the model keeps a result of an"

@@ -189,13 +189,13 @@ def naming_blocks() -> Iterator[None]:
             raise
         if not _latest:  # the model itself uses checkpoint
             raise
-        raise NotRepeated(_told(_latest[-1])) from error
+        raise NotRepeated(_sentence(_latest[-1])) from error
 
 
 _latest: list[str] = []  # name of the block whose second run started last
 
 
-def _told(name: str) -> str:
+def _sentence(name: str) -> str:
     return (
         f"the block {name!r}, which is computed again in backward (recompute), did not compute the same"
         " as before: it draws random numbers from a source whose state cannot be put back (the"
@@ -264,7 +264,7 @@ class _Compared:
         elif found is not None and found.shape == self._first.shape:
             apart, largest = (found - self._first).abs().max(), self._first.abs().max()
             if apart > _TOLERANCE * largest:  # False if values of the first run are not finite
-                raise NotRepeated(_told(self._name))
+                raise NotRepeated(_sentence(self._name))
         return result
 
 

@@ -22,7 +22,7 @@ from anybatch.data.evaluation import evaluation_batches as evaluation_batches
 from anybatch.data.failure import Bad as Bad
 from anybatch.data.failure import BadSamples as BadSamples
 from anybatch.data.failure import Place as Place
-from anybatch.data.failure import told_samples as told_samples
+from anybatch.data.failure import format_samples as format_samples
 from anybatch.data.fetch import Piece as Piece
 from anybatch.data.fetch import Request as Request
 from anybatch.data.fetch import open_fetch as open_fetch

@@ -12,10 +12,10 @@ from anybatch.data.failure import (
     Bad,
     BadSamples,
     Place,
+    described,
+    format_samples,
     refused_shared_memory,
     shape_of,
-    told,
-    told_samples,
 )
 from anybatch.data.generators import Borrowed, seed_by
 from anybatch.data.order import mix
@@ -58,9 +58,9 @@ def collated(
         bad = _bad_alone(collate, samples, names, seed)
         if bad:
             raise BadSamples(
-                f"{told_samples([bad[0].place.name])} of {type(dataset).__name__} cannot be put into a"
-                f" batch, not even alone: {_name(collate)} raised {bad[0].reason}; mend the sample, or"
-                " give the task a collate function that can take it.",
+                f"{format_samples([bad[0].place.name])} of {type(dataset).__name__} cannot be put into"
+                f" a batch, not even alone: {_name(collate)} raised {bad[0].reason}; mend the sample,"
+                " or give the task a collate function that can take it.",
                 bad,
             ) from error
         shapes = [shape_of(sample) for sample in samples]
@@ -73,8 +73,8 @@ def collated(
                 f" {shapes[other]}"
             )
         raise DataError(
-            f"{told_samples(names)} of {type(dataset).__name__} cannot be put into one batch:"
-            f" {differ}; {_name(collate)} raised {told(error)}; give the task collate=..., a"
+            f"{format_samples(names)} of {type(dataset).__name__} cannot be put into one batch:"
+            f" {differ}; {_name(collate)} raised {described(error)}; give the task collate=..., a"
             " function from a list of samples to a batch, that pads or stacks them."
         ) from error
 
@@ -88,7 +88,7 @@ def _bad_alone(collate: Collate, samples: list[Any], names: Sequence[Name], seed
         except Exception as error:
             if is_memory_error(error):
                 raise
-            bad.append(Bad(Place(position, *name), told(error)))
+            bad.append(Bad(Place(position, *name), described(error)))
     return bad
 
 

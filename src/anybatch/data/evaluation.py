@@ -25,7 +25,7 @@ from torch.utils.data import default_collate
 
 from anybatch.data.batch_slices import is_samples, parts_of, rebuilt
 from anybatch.data.collation import Collate, collated
-from anybatch.data.failure import Place, fetched, told
+from anybatch.data.failure import Place, described, fetched
 from anybatch.data.generators import Borrowed
 from anybatch.data.lengths import Extent, micro_batches_by_length
 from anybatch.data.loader import Loader
@@ -193,7 +193,7 @@ class _Stream:
             if is_memory_error(error):
                 raise
             raise DataError(
-                f"the stream {self.name} cannot be begun: {told(error)}; mend its __iter__."
+                f"the stream {self.name} cannot be begun: {described(error)}; mend its __iter__."
             ) from error
 
     def read(self, count: int) -> list[tuple[int, Any]]:

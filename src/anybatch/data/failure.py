@@ -59,7 +59,7 @@ def fetched(fetch: Callable[[], Any], positions: Sequence[int]) -> Any:
         raise BadSamples(str(error), error.at(positions)) from error.__cause__
 
 
-def told(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """Returns the error's type and text."""
     return f"{type(error).__name__}: {error}"
 
@@ -74,7 +74,7 @@ def refused_shared_memory(error: BaseException) -> DataError | None:
     )
 
 
-def told_samples(names: Sequence[tuple[int, int]], total: int | None = None) -> str:
+def format_samples(names: Sequence[tuple[int, int]], total: int | None = None) -> str:
     """Formats samples, given as (epoch, index) pairs, for messages; at most eight of `total` are
     listed."""
     total = len(names) if total is None else total

@@ -19,7 +19,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 
 from anybatch.data.batch_slices import parts_of
 from anybatch.data.collation import Collate, batch_of, collated
-from anybatch.data.failure import Bad, BadSamples, Place, told
+from anybatch.data.failure import Bad, BadSamples, Place, described
 from anybatch.data.generators import Borrowed, seed_by, seed_each
 from anybatch.data.order import mix
 from anybatch.errors import AnybatchError, DataError, skipping
@@ -179,7 +179,7 @@ class SampleFetch:
             except Exception as error:
                 if is_memory_error(error):
                     raise
-                bad.append(Bad(Place(position, epoch, index), told(error)))
+                bad.append(Bad(Place(position, epoch, index), described(error)))
                 first = first or error
                 continue
             if first is None:
@@ -218,7 +218,7 @@ class SampleFetch:
 
     def _of_sample(self, epoch: int, index: int, error: Exception) -> str:
         kind = type(self._dataset).__name__
-        what = f"sample {index} of {kind} (epoch {epoch}) cannot be loaded: {told(error)}"
+        what = f"sample {index} of {kind} (epoch {epoch}) cannot be loaded: {described(error)}"
         if isinstance(error, IndexError):
             return (
                 f"{what}; the data set says that it has {len(self._dataset)} samples: is __len__"

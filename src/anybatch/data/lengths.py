@@ -100,10 +100,10 @@ def _checked(found: Any, dataset: Any, name: str) -> Tensor:
     if array.dtype.kind not in "iu" or array.ndim != 1 or (array < 0).any():
         pairs = enumerate(found) if isinstance(found, list | tuple) else ()
         at = next((it for it in pairs if not isinstance(it[1], Integral) or it[1] < 0), None)
-        told = f"they are {array.dtype} of shape {array.shape}"
+        fault = f"they are {array.dtype} of shape {array.shape}"
         raise InputError(
             f"the lengths of the {name} samples cannot be used"
-            f" ({f'that of sample {at[0]} is {at[1]!r}' if at else told}): give one whole number of at"
+            f" ({f'that of sample {at[0]} is {at[1]!r}' if at else fault}): give one whole number of at"
             " least zero for each sample, or a function from a data set to the lengths of its samples."
         )
     if len(array) != len(dataset):

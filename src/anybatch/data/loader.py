@@ -23,7 +23,7 @@ from torch import Tensor
 
 from anybatch.data.collation import Collate
 from anybatch.data.cut import around, positions
-from anybatch.data.failure import BadSamples, Place, fetched, told_samples
+from anybatch.data.failure import BadSamples, Place, fetched, format_samples
 from anybatch.data.fetch import Piece, Request, SampleFetch, open_fetch
 from anybatch.data.lengths import Extent, lengths_of_step, num_drawn, ordered
 from anybatch.data.order import Order
@@ -131,7 +131,7 @@ class StepLoader(ABC):
         """Describes the samples of `part` of the current step, for messages; at most eight are
         listed."""
         names = [place.name for place in self.places(part[:8])]
-        return told_samples(names, len(part)) if names else "no samples"
+        return format_samples(names, len(part)) if names else "no samples"
 
     @abstractmethod
     def extent(self, index: int, gaps: Sequence[int] = ()) -> Extent:

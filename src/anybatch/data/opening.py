@@ -59,14 +59,14 @@ def identity_of_batch(task: Task) -> int | str:
     batch = task.global_batch
     if isinstance(batch, int):
         return batch
-    lengths, told = tokens_in(task), as_text(batch)
+    lengths, text = tokens_in(task), as_text(batch)
     if isinstance(batch, Ramp):  # it follows the fraction of training that is done
         whole = {"epochs": task.epochs, "steps": task.steps, "samples": task.samples}
-        told += "".join(f" with {name}={n}" for name, n in whole.items() if n is not None)
+        text += "".join(f" with {name}={n}" for name, n in whole.items() if n is not None)
     if lengths is None:
-        return told
+        return text
     digest = hashlib.sha256(lengths.numpy().tobytes()).hexdigest()[:12]
-    return f"{told} of the lengths {digest}"
+    return f"{text} of the lengths {digest}"
 
 
 def open_training(

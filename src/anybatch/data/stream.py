@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 
 from anybatch.data.collation import Collate, collated
 from anybatch.data.cut import around
-from anybatch.data.failure import Bad, BadSamples, Place, told
+from anybatch.data.failure import Bad, BadSamples, Place, described
 from anybatch.data.generators import Borrowed, restore, seed_by, seed_each, snapshot
 from anybatch.data.lengths import Extent
 from anybatch.data.loader import StepData, StepLoader
@@ -80,7 +80,7 @@ class Reading:
         except Exception as error:
             if is_memory_error(error):
                 raise
-            self._failed = told(error)
+            self._failed = described(error)
             return Unreadable(self._failed)
         self._failed = ""
         return sample

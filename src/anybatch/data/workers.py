@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from anybatch.data.batch_slices import map_leaves
-from anybatch.data.failure import refused_shared_memory, told, told_samples
+from anybatch.data.failure import described, format_samples, refused_shared_memory
 from anybatch.data.fetch import Piece, Request, SampleFetch
 from anybatch.errors import DataError
 from anybatch.oom import is_memory_error
@@ -96,8 +96,8 @@ class WorkerPool:
                 raise
             raise DataError(
                 f"the worker processes that load samples ({self._num_workers}) cannot be started"
-                f" ({told(error)}): the system refuses them memory, processes or open files; use fewer"
-                " num_workers, or num_workers=0, or raise its limits (ulimit -a shows them)."
+                f" ({described(error)}): the system refuses them memory, processes or open files; use"
+                " fewer num_workers, or num_workers=0, or raise its limits (ulimit -a shows them)."
             ) from error
 
     def _start(self) -> None:
@@ -198,7 +198,7 @@ class WorkerPool:
             request = self._asked.get(self._cells[2 * worker], ())
             names = [(piece.epoch, index) for piece in request for index in piece.indices.tolist()]
             if names:
-                return f"{told_samples(names)} of {self._fetch.name}"
+                return f"{format_samples(names)} of {self._fetch.name}"
         return ""
 
     def _kill(self) -> None:

@@ -741,8 +741,8 @@ def _variable(name: str, value: str) -> Finding:
         return _threads(name, value)
     for rule in RULES:
         if rule.name == name and re.fullmatch(rule.values, value):
-            told = rule.level, rule.meaning, rule.remedy
-            return Finding(name, repr(value), *told, "environment")
+            words = rule.level, rule.meaning, rule.remedy
+            return Finding(name, repr(value), *words, "environment")
     return Finding(name, repr(value))
 
 

@@ -25,7 +25,7 @@ import torch
 from anybatch.compute import Replica
 from anybatch.compute.joint import encodings_of
 from anybatch.compute.modes import evaluating
-from anybatch.data import Bad, BadSamples, Place, told_samples
+from anybatch.data import Bad, BadSamples, Place, format_samples
 from anybatch.engine.source import Source
 from anybatch.errors import AnybatchError, DataError
 from anybatch.oom import is_memory_error
@@ -146,7 +146,7 @@ def naming_samples(
             with suppress(Exception):  # the error to report is `error`
                 for bad in blame.raising(number, source):
                     error.add_note(
-                        f"It is raised for {told_samples([bad.place.name])}, alone too (step {step},"
+                        f"It is raised for {format_samples([bad.place.name])}, alone too (step {step},"
                         f" micro-batch {number})."
                     )
         raise
@@ -160,7 +160,7 @@ def _of_its_sample(error: DataError, source: Source, number: int) -> DataError:
     if not names:
         return error
     where = f"{'Row ' + str(error.row) + ' of micro-batch' if alone else 'Micro-batch'} {number}"
-    return DataError(f"{error} {where} is {told_samples(names)}.", error.row)
+    return DataError(f"{error} {where} is {format_samples(names)}.", error.row)
 
 
 def _suspects(numbers: Sequence[int], source: Source) -> list[Place]:

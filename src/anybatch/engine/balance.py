@@ -101,7 +101,7 @@ class Stragglers:
     def __init__(self, size: int) -> None:
         self._num_slow = [0] * size
         self._lost = [0.0] * size
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
     def observe(self, seconds: Sequence[float]) -> list[tuple[int, float, float]]:
         """Record one step. Returns the ranks to report now as (rank, its seconds, median of the
@@ -120,7 +120,7 @@ class Stragglers:
             self._num_slow[rank] += 1
             self._lost[rank] += mine - usual
             enough = self._num_slow[rank] >= _SLOW_STEPS and self._lost[rank] >= _LOST_SECONDS
-            if enough and rank not in self._told:
-                self._told.add(rank)
+            if enough and rank not in self._reported:
+                self._reported.add(rank)
                 found.append((rank, mine, usual))
         return found

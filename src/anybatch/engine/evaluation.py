@@ -150,10 +150,10 @@ class Evaluation:
             work = partial(self._add_up, batches, plan, loss, functions, scores)
             found = self._attempt(work, skips=self._leave_out is not None)
             if isinstance(found, list):
-                bad = by_rank(told.bad for told in found)
+                bad = by_rank(report.bad for report in found)
                 if bad and self._leave_out is not None:
                     self._leave_out(step, bad)
-                if any(told.failure for told in found):
+                if any(report.failure for report in found):
                     plan = self._make_room(plan, step, found)
                 continue
             part, agreed = found
@@ -223,7 +223,7 @@ class Evaluation:
         """Returns the joined outputs of all ranks, and the reports of all ranks if memory ran out on
         one (else an empty list)."""
         joined: Any = None
-        told = RankReport()
+        report = RankReport()
         wrong: Exception | None = None
         everyone = self._group.exchange(mine)
         try:
@@ -234,11 +234,11 @@ class Evaluation:
             )
             joined = join([piece for piece, _ in pieces], [size for _, size in pieces])
         except Exception as error:
-            told = self._told(error, "prediction")
-            wrong = None if told.can_be_mended else error
-        every_told = self._group.exchange(told)
-        first_error(wrong, every_told, None)
-        return joined, every_told if any(one.failure for one in every_told) else []
+            report = self._report_of(error, "prediction")
+            wrong = None if report.can_be_mended else error
+        reports = self._group.exchange(report)
+        first_error(wrong, reports, None)
+        return joined, reports if any(one.failure for one in reports) else []
 
     def outputs(
         self, plan: Plan, step: int, batches: BatchesFrom, output: Output
@@ -253,7 +253,7 @@ class Evaluation:
         done, given = 0, plan
         waits = self._waits if self._group.size == 1 else Waits()
         while True:
-            told = RankReport()
+            report = RankReport()
             try:
                 for batch, num_samples in batches(plan.choice.evaluation_batch, done):
                     result = self._output(output, batch)
@@ -262,10 +262,10 @@ class Evaluation:
                     yield result, plan if self._group.size == 1 else given
                 return
             except Exception as error:
-                told = self._told(error, "prediction")
-                if told.failure is None:
+                report = self._report_of(error, "prediction")
+                if report.failure is None:
                     raise
-            plan = self._make_room(plan, step, [told], waits)
+            plan = self._make_room(plan, step, [report], waits)
 
     def _attempt(
         self, work: Callable[[], _Part], skips: bool = False, phase: str = "evaluation"
@@ -278,7 +278,7 @@ class Evaluation:
         """
         group = self._group
         part: _Part | None = None
-        told = RankReport()
+        report = RankReport()
         wrong: Exception | None = None
         if group.lockstep:
             group.begin()
@@ -287,10 +287,10 @@ class Evaluation:
         except PassAbandoned:  # another rank failed, and reports it in the vote
             pass
         except Exception as error:
-            told = self._told(error, phase)
+            report = self._report_of(error, phase)
             if skips and isinstance(error, BadSamples):
-                told = replace(told, bad=error.bad)
-            wrong = None if told.can_be_mended else error
+                report = replace(report, bad=error.bad)
+            wrong = None if report.can_be_mended else error
             if wrong is not None and phase == "evaluation" and not isinstance(error, AnybatchError):
                 error.add_note(
                     "It was raised in evaluation, where the model is in evaluation mode and the loss is"
@@ -299,11 +299,11 @@ class Evaluation:
                 )
         # The error has been dropped, so the tensors that its traceback kept alive are freed.
         if group.lockstep:  # the other ranks may wait for this one inside a pass
-            group.gather(told.failed)
+            group.gather(report.failed)
         agreed = group.agree(part.totals if part else None, part.samples if part else 0)
         if part is not None and agreed is not None:
             return part, agreed
-        everyone = group.exchange(told)
+        everyone = group.exchange(report)
         first_error(wrong, everyone, None)
         return everyone
 
@@ -393,7 +393,7 @@ class Evaluation:
             self._scores = list(map(id, objects)), Scores(objects, self._device, self._group)
         return [one for one in given if not isinstance(one, Metrics)], self._scores[1]
 
-    def _told(self, error: Exception, phase: str) -> RankReport:
+    def _report_of(self, error: Exception, phase: str) -> RankReport:
         return RankReport.of(error, phase, self._meter)
 
     def _make_room(
@@ -414,7 +414,7 @@ class Evaluation:
         then = "" if seconds is None else f"evaluation batch {max(1, size // 2)}"
         for event in memory_events(everyone, step, size, plan, then):
             self._sink(event)
-        worst = next(told for told in everyone if told.failure)
+        worst = next(report for report in everyone if report.failure)
         assert worst.failure is not None
         if seconds is None:
             raise NoPlanFits(nothing_leaner(plan, worst.phase, worst.failure))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import final
 
 from anybatch.compute.lm_loss import wrong_target
-from anybatch.data import Bad, told_samples
+from anybatch.data import Bad, format_samples
 from anybatch.engine.bad_sample_search import OneByOne
 from anybatch.engine.outcome import Again, PassedOver, Staged, by_rank
 from anybatch.engine.totals import Means
@@ -135,7 +135,7 @@ class NonfinitePolicy:
         what = f"{what} of step {staged.step}"
         if not found:
             return LossError(f"{what} is {value}{detail}: {cause} Nothing of the step was kept.")
-        names = told_samples([bad.place.name for _, bad in found])
+        names = format_samples([bad.place.name for _, bad in found])
         ranks = {rank for rank, _ in found}
         where = f" on rank {ranks.pop()}" if self._group.size > 1 and len(ranks) == 1 else ""
         verb, them = ("makes", "it") if len(found) == 1 else ("make", "them")

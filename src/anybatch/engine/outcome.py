@@ -79,11 +79,11 @@ class Again:
     """An attempt that was rolled back, so that the step can be run again.
 
     Attributes:
-        told: the reports of all ranks, if one failed.
+        reports: the reports of all ranks, if one failed.
         bad: samples to omit from the step, each with the rank that found it.
     """
 
-    told: Sequence[RankReport] = ()
+    reports: Sequence[RankReport] = ()
     bad: Sequence[tuple[int, Bad]] = ()
 
 

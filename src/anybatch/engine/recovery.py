@@ -55,7 +55,7 @@ class Recovery:
         then = "" if found is None else found[0].choice.describe()
         for event in memory_events(everyone, step, before.choice.micro_batch, before, then):
             self._sink(event)
-        worst = next(told for told in everyone if told.failure)
+        worst = next(report for report in everyone if report.failure)
         assert worst.failure is not None
         if found is None:
             raise NoPlanFits(nothing_leaner(before, worst.phase, worst.failure, step))
@@ -83,22 +83,22 @@ class Recovery:
                     plan=plan.model_dump(mode="json"),
                 )
             )
-        if any(told.failure for told in everyone):
+        if any(report.failure for report in everyone):
             self.make_room(everyone, step)
 
     def _move_states(self, plan: Plan, step: int) -> Sequence[RankReport]:
         """Move the optimizer states to where `plan` places them. Returns the reports of all ranks."""
-        told, wrong = RankReport(), None
+        report, wrong = RankReport(), None
         try:
             self._replica.updater.keep_states(plan.choice.optimizer_states)
             self._replica.updater.reserve()
         except Exception as error:
-            told = RankReport.of(error, "update", self._meter)
-            wrong = None if told.can_be_mended else error
+            report = RankReport.of(error, "update", self._meter)
+            wrong = None if report.can_be_mended else error
         if self._group.diverges:  # each rank changes its plan by itself
             everyone = [RankReport()] * self._group.size
-            everyone[self._group.rank] = told
+            everyone[self._group.rank] = report
         else:
-            everyone = self._group.exchange(told)
+            everyone = self._group.exchange(report)
         first_error(wrong, everyone, step)
         return everyone

@@ -80,10 +80,10 @@ class Scores:
                 values = self._values(everyone)
         except Exception as error:
             wrong = error
-        told = self._group.exchange((values, RankReport() if wrong is None else _plain(wrong)))
-        first_error(wrong, [one for _, one in told], None)
+        gathered = self._group.exchange((values, RankReport() if wrong is None else _plain(wrong)))
+        first_error(wrong, [one for _, one in gathered], None)
         self.reset()
-        return next(found for found, _ in told if found is not None)
+        return next(found for found, _ in gathered if found is not None)
 
     def _values(self, everyone: Sequence[list[Any]]) -> dict[str, float]:
         values: dict[str, float] = {}
@@ -231,8 +231,8 @@ def _never() -> bool:
 
 def _plain(error: Exception) -> RankReport:
     """Returns a report for an error that a smaller batch cannot fix, such as one from `compute`."""
-    told = RankReport.of(error)
-    return RankReport(error=told.error, exit_status=told.exit_status)
+    report = RankReport.of(error)
+    return RankReport(error=report.error, exit_status=report.exit_status)
 
 
 def _sent(value: Any) -> Any:

@@ -206,13 +206,13 @@ class Transactions:
         """Run one attempt: the step is committed, or nothing changes and the result says what to do."""
         totals = Totals(self._device, self._group.num_parts)
         staged = Staged(self._index, source, totals)
-        told, wrong = self._stage(staged)
+        report, wrong = self._stage(staged)
         # The error has been dropped, so the tensors that its traceback kept alive are freed.
-        if told.failed:
+        if report.failed:
             self.thread.clear()  # makes room for reporting the failure
         try:
             with ExitStack() as sure:  # no rank is interrupted while others commit
-                voted = self._vote(staged, told, wrong, sure)
+                voted = self._vote(staged, report, wrong, sure)
                 if isinstance(voted, Again):
                     return voted
                 means, agreed = voted
@@ -269,10 +269,10 @@ class Transactions:
         except PassAbandoned:  # another rank failed, and reports it in the vote
             staged.sums = None
         except Exception as error:
-            told = RankReport.of(error, replica.phase, self._meter)
+            report = RankReport.of(error, replica.phase, self._meter)
             if self._skips is not None and isinstance(error, BadSamples):
-                told = replace(told, bad=error.bad)
-            return told, None if told.can_be_mended else error
+                report = replace(report, bad=error.bad)
+            return report, None if report.can_be_mended else error
         except BaseException:  # interrupted by the user: no rank waits for a vote
             self._put_back()
             raise
@@ -281,7 +281,7 @@ class Transactions:
         return RankReport(), None
 
     def _vote(
-        self, staged: Staged, told: RankReport, wrong: Exception | None, sure: ExitStack
+        self, staged: Staged, report: RankReport, wrong: Exception | None, sure: ExitStack
     ) -> tuple[Means, Agreed] | Again:
         """Returns what the ranks agree on, if all have staged their parts; otherwise the reports of all
         ranks, after this one was rolled back. Raises `wrong`, this rank's error from which no plan
@@ -290,23 +290,23 @@ class Transactions:
         if staged.sums is None:
             self._staging.joint.fail()
         try:
-            self._group.gather(failed=told.failed)
+            self._group.gather(failed=report.failed)
             sure.enter_context(held())
             wish = self.wish | Wish.STOP if self.stops else self.wish
-            sums = None if told.failed else staged.sums
+            sums = None if report.failed else staged.sums
             agreed = self._group.agree(sums, self._timer.last_seconds, wish)
         except Exception as error:
             # A single rank can still redo the step; with several, the others would not know of it.
             if self._group.size > 1 or as_memory_failure(error) is None:
                 raise
-            agreed, told = None, RankReport.of(error, "reduction", self._meter)
+            agreed, report = None, RankReport.of(error, "reduction", self._meter)
         self._has_voted = True
         staged.seconds += time.perf_counter() - begun
         if agreed is None:
             self._put_back()
-            everyone = self._group.exchange(told)
+            everyone = self._group.exchange(report)
             first_error(wrong, everyone, self._step)
-            return Again(everyone, by_rank(told.bad for told in everyone))
+            return Again(everyone, by_rank(report.bad for report in everyone))
         agreed = over_parts(agreed, self._group.num_parts)
         means = Means(agreed.totals, self._names.common(staged.totals.names, agreed))
         if self._judge.accepts(means):
@@ -326,8 +326,8 @@ class Transactions:
         is_first = not room.has_updated and self._group.rank == 0
         # A hook may already have updated the parameters and cleared the gradients.
         # The first step of a stale exchange has no gradient to apply.
-        is_told = replica.gradients_are_hooked or self._group.delays
-        if norm == 0.0 and is_first and not is_told:
+        is_expected = replica.gradients_are_hooked or self._group.delays
+        if norm == 0.0 and is_first and not is_expected:
             warn_of_no_gradient(replica.loss_as_given, self._step)
         self._randomness.begin_update(self._index)
         before_update()
@@ -366,9 +366,9 @@ class Transactions:
 
     def _is_mended(self, failed: Again, source: Source) -> bool:
         """Take a leaner plan and omit bad samples, on all ranks. Returns whether samples are left."""
-        if any(told.failure for told in failed.told):
+        if any(report.failure for report in failed.reports):
             try:
-                self._recovery.make_room(failed.told, self._step)
+                self._recovery.make_room(failed.reports, self._step)
             except NoPlanFits:
                 self.failed_together = not self._group.diverges
                 raise

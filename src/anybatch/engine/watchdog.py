@@ -375,7 +375,9 @@ class Watchdog:
         self._heard: dict[int, tuple[str, float]] = {}
         self._answered = 0.0
         self._known_for = 0.0
-        self._told: _Standstill | None = None  # the current standstill, once it has been reported
+        self._reported: _Standstill | None = (
+            None  # the current standstill, once it has been reported
+        )
         self._stalled: list[_Standstill] = []
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="anybatch-watchdog", daemon=True)
@@ -425,9 +427,9 @@ class Watchdog:
         elapsed, self._looked = min(now - self._looked, 2 * self._tick), now
         still, pulse = self._stall, self._pulse
         ended = still.observe(elapsed, pulse.num_beats, pulse.phase, pulse.is_first)
-        if ended and self._told is not None:
-            self._told.seconds = ended
-            self._told = None
+        if ended and self._reported is not None:
+            self._reported.seconds = ended
+            self._reported = None
         mine = self._word()
         others = self._listen(mine, elapsed)
         self._arm(mine)
@@ -516,11 +518,11 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _act(self, error: Stuck | PeerLost) -> None:
-        if self._told is not None:
+        if self._reported is not None:
             return
         pulse = self._pulse
-        self._told = _Standstill(pulse.step, pulse.phase, self._looked - self._stall.seconds)
-        self._stalled.append(self._told)
+        self._reported = _Standstill(pulse.step, pulse.phase, self._looked - self._stall.seconds)
+        self._stalled.append(self._reported)
         shown = stacks(pulse.thread) if isinstance(error, Stuck) else ""
         sentence = f"{error}\n{shown}".rstrip()
         if self._end is None:

@@ -384,10 +384,15 @@ def remember(plan: Plan, measured_step_seconds: float | None, idle_seconds: floa
         measured_step_seconds: median time of a step.
         idle_seconds: part of that time spent waiting for a core that other processes used.
     """
-    told = plan.prediction
-    if told is None or plan.num_ranks != 1 or not measured_step_seconds or told.step_seconds <= 0:
+    prediction = plan.prediction
+    if (
+        prediction is None
+        or plan.num_ranks != 1
+        or not measured_step_seconds
+        or prediction.step_seconds <= 0
+    ):
         return
-    ratio = measured_step_seconds * told.seconds_corrected_by / told.step_seconds
+    ratio = measured_step_seconds * prediction.seconds_corrected_by / prediction.step_seconds
     if idle_seconds > MOST_IDLE * measured_step_seconds or not math.isfinite(ratio):
         return
     try:

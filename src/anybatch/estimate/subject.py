@@ -274,7 +274,7 @@ def subject_of(task: Task) -> Subject:
         mlps=() if task.grains else tuple(find_mlps(model, blocks)),
         inspected=inspected,
         op_cache=op_cache,
-        long=_told_lengths(task),
+        long=_describe_lengths(task),
         samples=samples_of(task, template),
         compared=largest_batch(task) if isinstance(task.loss, JointLoss) else 0,
         compiled=is_compiled(model),
@@ -441,7 +441,7 @@ def _is_fake(model: nn.Module) -> bool:
     return all(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
-def _told_lengths(task: Task) -> str:
+def _describe_lengths(task: Task) -> str:
     lengths = lengths_of(task.lengths, task.train, "training")
     if lengths is None:
         return ""

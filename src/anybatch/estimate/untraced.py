@@ -45,19 +45,19 @@ def why_untraced(error: BaseException, here: bool) -> str:
             " under the names of its arguments."
         )
     place = place_of(error)
-    told = (
+    reason = (
         f"The model could not be traced on fake tensors ({_what(error)}"
         f"{f', at {place}' if place else ''})."
     )
     if isinstance(error, NoSizes):
         said = str(error).partition("; ")[0].removesuffix(".")
-        told = f"Batches of other sizes could not be made for the estimate: {said}."
+        reason = f"Batches of other sizes could not be made for the estimate: {said}."
     if isinstance(error, UNKNOWN):
-        told += " A size there depends on data that no estimate has."
+        reason += " A size there depends on data that no estimate has."
     if here:
-        return told
+        return reason
     return (
-        f"{told} If the model runs on real tensors, plan on the device itself, where passes are"
+        f"{reason} If the model runs on real tensors, plan on the device itself, where passes are"
         " measured."
     )
 

@@ -37,16 +37,16 @@ def lines(plan: Plan, blocks: Sequence[Block]) -> list[tuple[str, str]]:
     of_late = blocks[-max(1, len(blocks) // 4) :]
     size = mean_batch(plan, of_late)
     during = f"over steps {now.first_step:,} to {now.last_step:,}"
-    told = [("noise scale", f"{described(now, unit)}, {during}")]
+    rows = [("noise scale", f"{described(now, unit)}, {during}")]
     if len(course) > 1:
-        told.append(("at first", described(course[0], unit)))
+        rows.append(("at first", described(course[0], unit)))
     batch = f"batch of {format_count(size)}"
     if now.samples is None or now.high is None:
-        told.append((batch, _at_least(size, now.low, unit)))
+        rows.append((batch, _at_least(size, now.low, unit)))
     else:
-        told.append((batch, _verdict(size, now.samples, unit)))
-        told += _others(size, now.samples, unit)
-    return [*told, ("assuming", ASSUMPTIONS)]
+        rows.append((batch, _verdict(size, now.samples, unit)))
+        rows += _others(size, now.samples, unit)
+    return [*rows, ("assuming", ASSUMPTIONS)]
 
 
 def mean_batch(plan: Plan, blocks: Sequence[Block]) -> int:
@@ -136,13 +136,13 @@ def _at_least(size: int, low: float, unit: str) -> str:
 
 def _others(batch: int, scale: float, unit: str) -> list[tuple[str, str]]:
     """Returns lines (label, text) on the cost of other batches for the same progress."""
-    told = []
+    rows = []
     for name, factor in (("half of it", 0.5), ("twice as much", 2.0)):
         steps = steps_of(batch * factor, scale) / steps_of(batch, scale) - 1
         samples = samples_of(batch * factor, scale) / samples_of(batch, scale) if scale else factor
         samples -= 1
-        told.append((name, f"{steps:+.0%} steps, {samples:+.0%} {unit} for the same progress"))
-    return told
+        rows.append((name, f"{steps:+.0%} steps, {samples:+.0%} {unit} for the same progress"))
+    return rows
 
 
 def _amount(value: float, unit: str) -> str:

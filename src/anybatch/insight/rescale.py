@@ -131,18 +131,18 @@ class BatchChange:
             cells.append((row.name, _figure(row.before), _figure(row.after), row.rule + note))
         widths = [max(len(line[i]) for line in cells) for i in range(3)]
         batches = f"from {format_count(self.before)} to {format_count(self.after)} samples per step"
-        told = [f"{self.optimizer}, {batches} (k = {self.times:.6g})"]
+        parts = [f"{self.optimizer}, {batches} (k = {self.times:.6g})"]
         for name, before, after, rule in cells:
             start = f"  {name:<{widths[0]}}  {before:>{widths[1]}}  {after:>{widths[2]}}  "
-            told += _wrapped(rule, start, " " * len(start))
+            parts += _wrapped(rule, start, " " * len(start))
         if self.limits:
-            told += ["", "Limits"]
-            told += [line for limit in self.limits for line in _wrapped(limit, "  * ", "    ")]
+            parts += ["", "Limits"]
+            parts += [line for limit in self.limits for line in _wrapped(limit, "  * ", "    ")]
         if sources:
-            told += ["", "Sources"]
+            parts += ["", "Sources"]
             for number, source in enumerate(sources, start=1):
-                told += _wrapped(source, f"  [{number}] ", "      ")
-        return "\n".join(told)
+                parts += _wrapped(source, f"  [{number}] ", "      ")
+        return "\n".join(parts)
 
 
 def rescale(

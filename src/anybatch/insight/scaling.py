@@ -70,7 +70,7 @@ def limit(row: Scaled, rows: Sequence[Scaled]) -> str:
         if more and min(more) >= row.step_seconds:
             return "nothing so far, but none of the larger numbers shortens it"
         return "nothing so far: more devices would shorten it"
-    return _told(most, row.parts[most] / row.step_seconds, _BUSY if most == COMPUTING else "")
+    return _sentence(most, row.parts[most] / row.step_seconds, _BUSY if most == COMPUTING else "")
 
 
 def _fewest(rows: Sequence[Scaled]) -> Scaled | None:
@@ -87,10 +87,10 @@ def what_limits(parts: Mapping[str, float]) -> str:
     others = {part: seconds for part, seconds in parts.items() if part != COMPUTING}
     most = max(others, key=others.__getitem__)
     part = most if others[most] > _NOT_MUCH * total else COMPUTING
-    return _told(part, parts[part] / total)
+    return _sentence(part, parts[part] / total)
 
 
-def _told(part: str, share: float, why: str = "") -> str:
+def _sentence(part: str, share: float, why: str = "") -> str:
     return f"{part}, {share:.0%} of a step: {why or _remedy(part)}"
 
 

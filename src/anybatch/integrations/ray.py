@@ -70,15 +70,15 @@ def train(
     """
     _imported()
     every = Every.parse(checkpoint_every)
-    told = _Told()
+    latest = _Latest()
     if plan is None:
         plan = make_plan(task, memory=memory, **options)
     with (
         _shared(folder) as checkpoints,
-        Session(task, plan, [told, *sinks], checkpoints, keep=1) as session,
+        Session(task, plan, [latest, *sinks], checkpoints, keep=1) as session,
     ):
         _resume(session, checkpoints)
-        saver = _Saver(session, every, told)
+        saver = _Saver(session, every, latest)
         for _done in session.steps():
             saver.after()
         is_saved = saver.saved_step == session.num_steps
@@ -91,7 +91,7 @@ def train(
 
 
 @final
-class _Told:
+class _Latest:
     """Sink that keeps the latest metrics and checkpoint folder from the events of rank 0."""
 
     def __init__(self) -> None:
@@ -114,8 +114,8 @@ class _Saver:
     """Saves and reports, on all workers after the same step, since Ray's `report` waits for all of
     them."""
 
-    def __init__(self, session: Session, every: Every, told: _Told) -> None:
-        self._session, self._every, self._told = session, every, told
+    def __init__(self, session: Session, every: Every, latest: _Latest) -> None:
+        self._session, self._every, self._latest = session, every, latest
         self.saved_step, self._saved_time = session.num_steps, time.monotonic()
 
     def after(self) -> None:
@@ -131,13 +131,13 @@ class _Saver:
 
     def save(self) -> None:
         """Save a checkpoint and report it to Ray."""
-        session, told = self._session, self._told
+        session, latest = self._session, self._latest
         session.wish &= ~Wish.SAVE
         session.save(wait=True)
         session.saved(wait=True)
         self.saved_step, self._saved_time = session.num_steps, time.monotonic()
-        self._report(told.folder)
-        told.folder = None
+        self._report(latest.folder)
+        latest.folder = None
 
     def _report(self, folder: str | None = None) -> None:
         ray_train = _imported()
@@ -145,7 +145,7 @@ class _Saver:
         checkpoint = (
             ray_train.Checkpoint.from_directory(str(Path(folder).parent)) if folder else None
         )
-        ray_train.report(dict(self._told.metrics), checkpoint=checkpoint)
+        ray_train.report(dict(self._latest.metrics), checkpoint=checkpoint)
 
 
 def _resume(session: Session, folder: Path) -> None:

@@ -138,13 +138,15 @@ def run_command(
             _delete(orders.logs)
             return 0
         zero = next((end for end in ends if end.rank == 0), None)
-        is_told = zero is not None and not zero.is_told_by_agent and zero.status == cause.status
-        if is_told or _tell_of_stop([cause]):
+        is_reported = (
+            zero is not None and not zero.is_reported_by_agent and zero.status == cause.status
+        )
+        if is_reported or _tell_of_stop([cause]):
             _delete(orders.logs)  # rank 0 has already printed their content
         else:
             shown = _tail(orders, cause) if ending.here and not cause.stack else ""
-            told = cause.failed_first(ending.world_size, orders.most > 1)
-            _tell(f"{told}.{shown or _below(cause)}")
+            sentence = cause.failed_first(ending.world_size, orders.most > 1)
+            _tell(f"{sentence}.{shown or _below(cause)}")
         return cause.status if cause.status > 0 else 128 - cause.status
 
 
@@ -435,8 +437,8 @@ def _error(orders: Orders, ending: Ending) -> Exception | None:
     if ending.silent or ending.lost is not None or not ends:
         error: Exception = LaunchError(_gone(orders, ending))
     elif ending.cause is not None and not ending.here:
-        told = ending.cause.failed_first(ending.world_size, several=True)
-        error = LaunchError(f"{told}.{_below(ending.cause)}")
+        sentence = ending.cause.failed_first(ending.world_size, several=True)
+        error = LaunchError(f"{sentence}.{_below(ending.cause)}")
     elif failed:
         cause = ending.cause or failed[0]
         error = _raised(orders, ending, cause)

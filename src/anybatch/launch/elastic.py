@@ -256,8 +256,8 @@ class _Agent(LocalElasticAgent):
         self.before = f" Before, {sentence}."
         # The output of rank 0 of this machine is already visible to the user.
         stack = "" if cause is None or (is_here and cause.rank == 0) else cause.stack
-        told = f"{sentence}. All ranks are started again{count}."
-        self._tell(f"{told}\n{stack}" if stack else told)
+        notice = f"{sentence}. All ranks are started again{count}."
+        self._tell(f"{notice}\n{stack}" if stack else notice)
         self._initialize_workers(worker_group)  # type: ignore[call-arg]
 
     def _shutdown(

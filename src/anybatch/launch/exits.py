@@ -68,7 +68,7 @@ class End:
         return self.what.partition(":")[0] in {kind.__name__ for kind in kinds}
 
     @property
-    def is_told_by_agent(self) -> bool:
+    def is_reported_by_agent(self) -> bool:
         """Whether the agent, instead of the rank, reports to the user why the rank ended: the rank
         reported nothing, or only that another rank is lost; or it was stopped, and only the agent
         knows whether all ranks are restarted."""
@@ -285,8 +285,8 @@ def leave(error: AnybatchError) -> NoReturn:
 
 
 def _print(error: AnybatchError) -> None:
-    told = f"anybatch: {error}\n".encode(errors="replace")
+    line = f"anybatch: {error}\n".encode(errors="replace")
     # Not by `sys.stderr`: the main thread may hold its lock.
-    printing = threading.Thread(target=os.write, args=(2, told), daemon=True)
+    printing = threading.Thread(target=os.write, args=(2, line), daemon=True)
     printing.start()
     printing.join(_PRINT_SECONDS)

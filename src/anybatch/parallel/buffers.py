@@ -58,7 +58,7 @@ class BufferAgreement:
         self._synchronised = synchronised
         self._norms: list[_BatchNorm] = []
         self._others: list[tuple[nn.Module, list[str]]] = []
-        self._held: Held = _not_told
+        self._held: Held = _not_set
         for module in model.modules():
             names = list(module._buffers)
             if isinstance(module, _BatchNorm) and _is_affine(module):
@@ -375,5 +375,5 @@ def _power(base: float, exponent: int) -> float:
     return result
 
 
-def _not_told(module: nn.Module, name: str) -> Tensor | None:
+def _not_set(module: nn.Module, name: str) -> Tensor | None:
     raise RuntimeError("a rank must contribute before it can settle")

@@ -91,18 +91,22 @@ def first_error(mine: Exception | None, everyone: Sequence[RankReport], step: in
     """Raise an error that no plan can fix, if a rank has one: the rank's own error on that rank, and
     `PeerFailed` on the others. `Outdated` and `PeerOutdated` are raised only if no rank failed in
     another way, and then on all ranks."""
-    grave = [rank for rank, told in enumerate(everyone) if told.failed and not told.can_be_mended]
+    grave = [
+        rank for rank, report in enumerate(everyone) if report.failed and not report.can_be_mended
+    ]
     failed = [rank for rank in grave if not everyone[rank].outdated]
     if mine is not None and not (failed and isinstance(mine, Outdated)):
         raise mine
     if not grave:
         return
     rank = (failed or grave)[0]
-    told = everyone[rank]
+    report = everyone[rank]
     where = "" if step is None else f" in step {step}"
     kept = "" if step is None else " Nothing of the step was kept on any rank."
     kind = PeerFailed if failed else PeerOutdated
-    raise kind(f"rank {rank} failed{where} with {told.error.rstrip('.')}.{kept}", told.exit_status)
+    raise kind(
+        f"rank {rank} failed{where} with {report.error.rstrip('.')}.{kept}", report.exit_status
+    )
 
 
 def together(group: Group, work: Callable[[], T]) -> T:
@@ -118,8 +122,8 @@ def together(group: Group, work: Callable[[], T]) -> T:
         result = work()
     except Exception as error:
         wrong = error
-    told = RankReport() if wrong is None else replace(RankReport.of(wrong), failure=None)
-    everyone = group.exchange(told)
+    report = RankReport() if wrong is None else replace(RankReport.of(wrong), failure=None)
+    everyone = group.exchange(report)
     first_error(wrong, everyone, None)
     return result
 
@@ -131,26 +135,26 @@ def same_on_all(group: Group, mine: Mapping[str, str], remedy: str) -> None:
     for what, value in everyone[0].items():
         for rank, other in enumerate(everyone):
             if other[what] != value:
-                told = f" ({value} and {other[what]})" if len(value) < _LONG else ""
-                raise InputError(f"{what} of rank 0 and rank {rank} differ{told}: {remedy}.")
+                values = f" ({value} and {other[what]})" if len(value) < _LONG else ""
+                raise InputError(f"{what} of rank 0 and rank {rank} differ{values}: {remedy}.")
 
 
 def memory_events(
     everyone: Sequence[RankReport], step: int, micro_batch: int, plan: Plan, then: str = ""
 ) -> Iterator[OutOfMemory]:
     """An event for each rank that ran out of memory. `then`: describes the choice for the retry."""
-    for rank, told in enumerate(everyone):
-        if told.failure is not None:
+    for rank, report in enumerate(everyone):
+        if report.failure is not None:
             yield OutOfMemory(
                 time=time.time(),
                 step=step,
                 rank=rank,
-                phase=told.phase,
+                phase=report.phase,
                 micro_batch=micro_batch,
-                requested_bytes=told.failure.requested_bytes,
-                in_use_bytes=told.in_use_bytes,
-                fragmented_bytes=told.fragmented_bytes,
+                requested_bytes=report.failure.requested_bytes,
+                in_use_bytes=report.in_use_bytes,
+                fragmented_bytes=report.fragmented_bytes,
                 budget_bytes=plan.budget_bytes,
-                message=told.failure.message,
+                message=report.failure.message,
                 then=then,
             )

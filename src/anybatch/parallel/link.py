@@ -137,9 +137,9 @@ def _seconds_of(flats: Sequence[Tensor], device: torch.device) -> float:
 
 def _of_the_slowest(own: Sequence[float], device: torch.device) -> list[float]:
     """The elementwise maximum over all ranks."""
-    told = torch.tensor(own, dtype=torch.float64, device=device)
-    _wait([dist.all_reduce(told, dist.ReduceOp.MAX, async_op=True)], device)
-    return told.tolist()
+    speeds = torch.tensor(own, dtype=torch.float64, device=device)
+    _wait([dist.all_reduce(speeds, dist.ReduceOp.MAX, async_op=True)], device)
+    return speeds.tolist()
 
 
 def _wait(works: Sequence[Any], device: torch.device) -> None:

@@ -18,7 +18,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from anybatch.compute.joint import Kinds, kinds_of, told_kinds
+from anybatch.compute.joint import Kinds, format_kinds, kinds_of
 from anybatch.errors import InputError
 from anybatch.parallel.collectives import overwrite
 from anybatch.parallel.group import Group
@@ -88,8 +88,8 @@ def _common(everyone: Sequence[_Has]) -> Kinds:
         if other != kinds:
             raise InputError(
                 f"rank {first} and rank {rank} encode samples in different shapes"
-                f" ({told_kinds(kinds)} and {told_kinds(other)}), which cannot be compared: let encode"
-                " return tensors of one shape per sample (padded, say) and one dtype."
+                f" ({format_kinds(kinds)} and {format_kinds(other)}), which cannot be compared: let"
+                " encode return tensors of one shape per sample (padded, say) and one dtype."
             )
     return kinds
 

@@ -188,8 +188,8 @@ def from_rank_0(work: Callable[[], T], group: Group | None = None) -> T:
             wrong = error
     report = None if wrong is None else RankReport.of(wrong)
     sentence = str(wrong) if isinstance(wrong, InputError) else ""
-    told = (result, report, sentence)
-    result, report, sentence = (exchange(told) if group is None else group.exchange(told))[0]
+    message = (result, report, sentence)
+    result, report, sentence = (exchange(message) if group is None else group.exchange(message))[0]
     if wrong is not None:
         raise wrong
     if sentence:

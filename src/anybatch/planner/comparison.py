@@ -94,14 +94,14 @@ def _of_fitting(seconds: float, of_plan: float, needs_more: bool) -> str:
 def rejected_after(plan: Plan, choice: Choice, reason: str) -> tuple[Candidate, ...]:
     """The candidates that `plan` rejected, if `choice` replaces its own, which is rejected for this
     `reason`. Those that fit are compared with `choice`."""
-    told, seconds = plan.prediction, plan.predicted_seconds(choice)
-    if told is None or plan.choice.trains_like(choice):
+    prediction, seconds = plan.prediction, plan.predicted_seconds(choice)
+    if prediction is None or plan.choice.trains_like(choice):
         return plan.rejected
     before = Candidate(
         choice=plan.choice,
         parallel=plan.parallel,
-        peak_bytes=told.peak_bytes,
-        step_seconds=told.step_seconds,
+        peak_bytes=prediction.peak_bytes,
+        step_seconds=prediction.step_seconds,
         reason=reason,
     )
     found = [before]
@@ -226,13 +226,13 @@ def prediction_of(option: Option, setting: Setting, meeting_seconds: float = 0.0
         choice=option.choice,
         method=option.footprint.method,
         step_parts={part: time for part, time in seconds.items() if time},
-        seconds_method=_told_of_time(setting),
+        seconds_method=_describe_timing(setting),
         seconds_corrected_by=learned.seconds,
         corrected_runs=learned.num_runs,
     )
 
 
-def _told_of_time(setting: Setting) -> str:
+def _describe_timing(setting: Setting) -> str:
     if not setting.pace.measured:
         return f"from nominal figures of the device: expect them within a factor of {SHEET_ERROR:g}"
     way = "from speeds measured on this device"

@@ -111,8 +111,8 @@ class Costs:
                 found = footprint(self.subject, choice, self.setting.device)
             except Exception as error:  # any exception of the user's code
                 is_of_way = isinstance(error, NotRepeated | NotTileable | NotChunkable)
-                told = isinstance(error, AnybatchError) and not is_of_way
-                if told and self.head is None:
+                is_final = isinstance(error, AnybatchError) and not is_of_way
+                if is_final and self.head is None:
                     raise
                 raise Untraceable(choice, error) from error
             self._traced[choice] = found

@@ -66,10 +66,10 @@ def make_evaluation_plan(
         chunked_head="" if layout.parallel == "shard" else before.choice.chunked_head,
     )
     choice, peak = _fitting(one, choice, device, fixed=batch is not None)
-    told = list(budget_notices(device, limited))
+    notices = list(budget_notices(device, limited))
     prediction = None
     if peak is None:
-        told.append("The model cannot be traced, so nothing is predicted.")
+        notices.append("The model cannot be traced, so nothing is predicted.")
     else:
         prediction = Prediction(
             peak_bytes=peak.num_bytes,
@@ -86,7 +86,7 @@ def make_evaluation_plan(
         **layout.fields(device),
         choice=choice,
         prediction=prediction,
-        notices=tuple(told),
+        notices=tuple(notices),
     )
     if before.device.partition(":")[0] != device.kind:
         return with_kernels(plan, subject, False, shapes_vary)

@@ -33,15 +33,15 @@ def with_kernels(plan: Plan, subject: Subject, compiled: bool, shapes_vary: bool
         kernels = kernels.model_copy(
             update={"channels_last": found.can_turn, "autotune": free and not varying}
         )
-        notices += [_told_layout(found), _told_tuning(varying) if free else _NOT_TUNED]
+        notices += [_layout_notice(found), _tuning_notice(varying) if free else _NOT_TUNED]
     return plan.model_copy(update={"kernels": kernels, "notices": (*plan.notices, *notices)})
 
 
 def in_default_layout(plan: Plan, seconds: float) -> Plan:
     """`plan` without channels-last images; with them, a sample took `seconds` in a pass."""
-    told = plan.prediction
-    assert told is not None
-    passes = sum(told.step_parts.values()) - told.step_parts.get("update", 0.0)
+    prediction = plan.prediction
+    assert prediction is not None
+    passes = sum(prediction.step_parts.values()) - prediction.step_parts.get("update", 0.0)
     before = seconds * plan.largest_amount
     sentence = (
         "Convolutions run in torch's default layout: as measured on this device, the passes of a step"
@@ -65,7 +65,7 @@ def _variation(plan: Plan, shapes_vary: bool) -> Iterator[str]:
         yield f"a share of {share} is not a multiple of the micro-batch of {size}"
 
 
-def _told_layout(found: Convolutions) -> str:
+def _layout_notice(found: Convolutions) -> str:
     if found.refused:
         return (
             "Convolutions stay in torch's default layout, since the model cannot be run with"
@@ -75,7 +75,7 @@ def _told_layout(found: Convolutions) -> str:
     return _CHANNELS_LAST
 
 
-def _told_tuning(varying: str) -> str:
+def _tuning_notice(varying: str) -> str:
     if varying:
         return (
             f"cuDNN chooses its algorithms without trying them, since {varying}, and each new shape"

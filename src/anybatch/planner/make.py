@@ -154,7 +154,7 @@ def _make(
     else:
         _check(of_one_rank(subject, layout), wishes, subject.identity.global_batch)
     enforced = is_enforced(device, limited)
-    told = [*notices, *budget_notices(device, limited)]
+    remarks = [*notices, *budget_notices(device, limited)]
     given = {"task": whole.identity, "enforced": enforced}
     try:
         found = search(_costs(subject, device, wishes, enforced, layouts), wishes)
@@ -163,25 +163,25 @@ def _make(
         why = why_untraced(error.cause, device.present)
         if not device.present:
             check_floor(whole, device, layouts, choice.precision, why)
-        told += [why, unpredicted(choice.micro_batch)]
-        return Plan(**given, **layout.fields(device), choice=choice, notices=tuple(told))
+        remarks += [why, unpredicted(choice.micro_batch)]
+        return Plan(**given, **layout.fields(device), choice=choice, notices=tuple(remarks))
     layout = found.costs.setting.layout
-    told += found.assumptions
-    told += _told_comparison(whole, found)
-    told += faster_notice(found.choice, found.costs.sizes, found.costs.setting)
+    remarks += found.assumptions
+    remarks += _comparison_notice(whole, found)
+    remarks += faster_notice(found.choice, found.costs.sizes, found.costs.setting)
     if not found.fits and (layout.norms == "synchronised" or whole.identity.grain is not None):
         raise _no_pass_fits(found, layout)
     if not found.fits:
-        told.append(
+        remarks.append(
             f"The micro-batch of {found.choice.micro_batch} that was asked for is predicted to need"
             f" {format_bytes(found.option.footprint.peak.num_bytes)}, more than the budget of"
             f" {format_bytes(device.budget_bytes)}: expect it to be replaced when memory runs out."
         )
     if layout.parallel == "shard" and len(layouts) > 1:
-        told.append(_why_divided(found))
+        remarks.append(_why_divided(found))
     if layout.norms == "ghosts" and (idle := num_idle(whole, layout)):
-        told.append(_told_idle(whole, layout, idle))
-    told += _told_exchange(found.seconds, layout)
+        remarks.append(_idle_notice(whole, layout, idle))
+    remarks += _exchange_notice(found.seconds, layout)
     return Plan(
         **given,
         **layout.fields(device),
@@ -200,7 +200,7 @@ def _make(
         ),
         rejected=found.rejected,
         frontier=found.frontier,
-        notices=tuple(told),
+        notices=tuple(remarks),
     )
 
 
@@ -324,7 +324,7 @@ def _ranks(
             yield layout, replace(one, division=division)
 
 
-def _told_comparison(subject: Subject, found: Found) -> Iterator[str]:
+def _comparison_notice(subject: Subject, found: Found) -> Iterator[str]:
     """A notice on the effect of a joint loss on a step that is split into micro-batches."""
     if subject.compared and found.choice.micro_batch < found.costs.sizes.whole:
         yield (
@@ -334,7 +334,7 @@ def _told_comparison(subject: Subject, found: Found) -> Iterator[str]:
         )
 
 
-def _told_idle(subject: Subject, layout: Layout, idle: int) -> str:
+def _idle_notice(subject: Subject, layout: Layout, idle: int) -> str:
     identity, ranks = subject.identity, len(layout.shares)
     units = f"{identity.global_batch:,} samples"
     if identity.num_parts is not None:
@@ -347,7 +347,7 @@ def _told_idle(subject: Subject, layout: Layout, idle: int) -> str:
     )
 
 
-def _told_exchange(seconds: StepSeconds, layout: Layout) -> Iterator[str]:
+def _exchange_notice(seconds: StepSeconds, layout: Layout) -> Iterator[str]:
     """A notice for whole models on ranks whose link was measured, and is so slow that one rank
     would finish a step sooner."""
     link = layout.link
@@ -490,13 +490,13 @@ def unpredicted(micro_batch: int) -> str:
 def as_measured(found: Plan, before: Plan) -> Plan:
     """The plan `found`, from passes over real samples, in place of the plan `before`, which
     predicts nothing; a notice says so."""
-    told = (
+    remark = (
         "Bytes and seconds are measured instead, in passes over the first samples on this device."
         if notice == unpredicted(before.choice.micro_batch)
         else notice
         for notice in before.notices
     )
-    return found.model_copy(update={"notices": tuple(told)})
+    return found.model_copy(update={"notices": tuple(remark)})
 
 
 _WORTH_SAYING = 1.5

@@ -77,8 +77,8 @@ def no_plan_fits(device: Device, what: str, peak_bytes: int, more: str, at: str 
         remedy = f"Give it at least {least_budget(least)}"
     else:
         size = f"{-(-least // (1 << 20))}MiB"
-        told = worded(f"Machine.describe({size!r})", f"--device {size}")
-        remedy = f"Describe a device with at least {format_bytes(least)} ({told})"
+        asked = worded(f"Machine.describe({size!r})", f"--device {size}")
+        remedy = f"Describe a device with at least {format_bytes(least)} ({asked})"
     return NoPlanFits(
         f"no plan fits the budget of {format_bytes(device.budget_bytes)}: {what} is predicted to need"
         f" {format_bytes(peak_bytes)}{reserve}{at}. {remedy}{more}",

@@ -84,7 +84,7 @@ class Found:
         return self.option.seconds
 
 
-def _told_writes(subject: Subject) -> tuple[str, ...]:
+def _write_notices(subject: Subject) -> tuple[str, ...]:
     """Notices on buffers that passes write to. In a reproducible run there are none, since the
     split into grains is part of the task."""
     return () if subject.identity.grain is not None else depends_on_writes([*subject.written])
@@ -120,7 +120,7 @@ def search(every: Sequence[Costs], wishes: Wishes) -> Found:
         rejected=tuple(passed),
         frontier=points,
         fits=best.fits,
-        assumptions=(*best.costs.subject.assumptions, *_told_writes(best.costs.subject)),
+        assumptions=(*best.costs.subject.assumptions, *_write_notices(best.costs.subject)),
         otherwise=min((one.step for one in others), key=lambda step: step.total, default=None),
     )
 

@@ -87,29 +87,29 @@ def _check_exchange(plan: Plan) -> None:
     exchange, parallel = plan.exchange, plan.parallel
     if exchange.is_exact:
         return
-    told = exchange.describe()
+    described = exchange.describe()
     if parallel != "replicate" or plan.norms == "synchronised":
         raise ValueError(
-            f"exchange asks for {told}, but parallel is {parallel!r} and norms {plan.norms!r}: make"
-            " them 'replicate' and 'ghosts', or leave exchange out"
+            f"exchange asks for {described}, but parallel is {parallel!r} and norms {plan.norms!r}:"
+            " make them 'replicate' and 'ghosts', or leave exchange out"
         )
     for precision in (choice.precision for choice in (plan.choice, *plan.ladder)):
         is_late = exchange.stale and precision in LOSS_SCALED
         if is_late or (exchange.every > 1 and precision.endswith("-weights")):
             raise ValueError(
-                f"exchange asks for {told}, and precision is {precision!r}, whose loss scale or"
+                f"exchange asks for {described}, and precision is {precision!r}, whose loss scale or"
                 " float32 weights change in between: take bf16"
             )
     if exchange.every == 1:
         return
     if plan.balance == "measured":
         raise ValueError(
-            f"exchange asks for {told}, and balance is 'measured', but ranks that take steps by"
+            f"exchange asks for {described}, and balance is 'measured', but ranks that take steps by"
             " themselves do not tell their times: make balance 'fixed'"
         )
     if min(plan.shares) / sum(plan.shares) * plan.task.global_batch < 1:
         raise ValueError(
-            f"exchange asks for {told}, and a global batch of {plan.task.global_batch} with shares"
+            f"exchange asks for {described}, and a global batch of {plan.task.global_batch} with shares"
             f" {list(plan.shares)} leaves a rank without samples: make the batch larger, or take"
             " fewer ranks"
         )

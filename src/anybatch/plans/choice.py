@@ -153,13 +153,13 @@ class Choice(Frozen):
 
     def describe_update(self) -> str:
         """One-line description of how the update runs and why; empty: as torch does by default."""
-        told = {
+        words = {
             "as given": "",
             "fused": "fused: one kernel, no temporary tensors",
             "in parts": "some parameters at a time, so that temporary tensors stay small",
         }[self.update]
         host = "states in host memory, brought over for some parameters at a time"
-        return "; ".join(filter(None, [told, host if self.optimizer_states == "host" else ""]))
+        return "; ".join(filter(None, [words, host if self.optimizer_states == "host" else ""]))
 
 
 class KernelChoices(Frozen):
@@ -177,9 +177,9 @@ class KernelChoices(Frozen):
 
     def describe(self) -> str:
         """Short description for a table; empty if nothing is chosen."""
-        told = [
+        parts = [
             "channels-last convolutions" if self.channels_last else "",
             "autotuned by cuDNN" if self.autotune else "",
             "compiled blocks" if self.compile else "",
         ]
-        return ", ".join(filter(None, told))
+        return ", ".join(filter(None, parts))

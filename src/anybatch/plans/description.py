@@ -21,7 +21,7 @@ _PARALLEL: dict[Parallel, str] = {
 
 def explained(plan: Plan) -> list[tuple[str, str]]:
     """`plan` as (what, how) lines that give a quick overview."""
-    task, choice, told = plan.task, plan.choice, plan.prediction
+    task, choice, prediction = plan.task, plan.choice, plan.prediction
     ghost = f"; BatchNorm over ghost batches of {task.ghost_batch}" if task.ghost_batch else ""
     if plan.norms == "synchronised":
         ghost += ", each divided over the ranks"
@@ -64,20 +64,20 @@ def explained(plan: Plan) -> list[tuple[str, str]]:
         reserve = f"{plan.reserve_bytes / plan.budget_bytes:.1%} in reserve"
         kept = f"; {planned} planned for, {reserve}" if plan.reserve_bytes else ""
         lines.append(("budget", f"{format_bytes(plan.budget_bytes)}, {held}{kept}"))
-    if told is not None:
+    if prediction is not None:
         part = (
-            f" ({told.peak_bytes / plan.budget_bytes:.0%} of the budget)"
+            f" ({prediction.peak_bytes / plan.budget_bytes:.0%} of the budget)"
             if plan.budget_bytes
             else ""
         )
-        found = "rehearsed" if told.rehearsed else "predicted"
-        lines.append((f"{found} peak", f"{format_bytes(told.peak_bytes)}{part}"))
-        spent = [f"{name} {format_seconds(time)}" for name, time in told.step_parts.items()]
+        found = "rehearsed" if prediction.rehearsed else "predicted"
+        lines.append((f"{found} peak", f"{format_bytes(prediction.peak_bytes)}{part}"))
+        spent = [f"{name} {format_seconds(time)}" for name, time in prediction.step_parts.items()]
         parts = f" ({', '.join(spent)})" if spent else ""
-        lines.append((f"{found} step", f"{format_seconds(told.step_seconds)}{parts}"))
-        if told.seconds_method:
-            lines.append(("timing", told.seconds_method))
-        if plan.link is not None and "exchange of gradients" in told.step_parts:
+        lines.append((f"{found} step", f"{format_seconds(prediction.step_seconds)}{parts}"))
+        if prediction.seconds_method:
+            lines.append(("timing", prediction.seconds_method))
+        if plan.link is not None and "exchange of gradients" in prediction.step_parts:
             lines.append(("link", plan.link.describe(plan.num_ranks)))
     return lines
 

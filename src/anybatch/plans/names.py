@@ -94,8 +94,8 @@ def parse_compile(value: object) -> bool:
     """Whether blocks are compiled. Raises `InputError` if `value` is not a bool."""
     if isinstance(value, bool):
         return value
-    told = "" if value != "if-faster" else " Runs no longer try whether compiling is faster."
-    raise InputError(f"compile is {value!r}: give True or False.{told}")
+    hint = "" if value != "if-faster" else " Runs no longer try whether compiling is faster."
+    raise InputError(f"compile is {value!r}: give True or False.{hint}")
 
 
 def parse_chunked_loss(value: object) -> bool | None:

@@ -159,9 +159,9 @@ class Plan(Frozen):
     def predicted_seconds(self, choice: Choice) -> float | None:
         """The predicted time of a step under `choice`, or None if it was not predicted for the ranks of
         this plan."""
-        told = self.prediction
-        if told is not None and (told.choice or self.choice).trains_like(choice):
-            return told.step_seconds
+        prediction = self.prediction
+        if prediction is not None and (prediction.choice or self.choice).trains_like(choice):
+            return prediction.step_seconds
         for point in (*self.frontier, *self.rejected):
             same_ranks = point.parallel in (None, self.parallel)
             if same_ranks and choice.trains_like(point.choice):
@@ -184,8 +184,8 @@ class Plan(Frozen):
     @property
     def is_predicted(self) -> bool:
         """Whether there is a prediction, and it is for the current choice."""
-        told = self.prediction
-        return told is not None and told.choice in (None, self.choice)
+        prediction = self.prediction
+        return prediction is not None and prediction.choice in (None, self.choice)
 
     @property
     def largest_share(self) -> int:
@@ -231,8 +231,8 @@ class Plan(Frozen):
 
     def taking(self, rival: Rival) -> Plan:
         """A copy of this plan with the choice, ladder and prediction of `rival`."""
-        told = {name: getattr(rival, name) for name in ("choice", "ladder", "prediction")}
-        return self.model_copy(update=told)
+        changes = {name: getattr(rival, name) for name in ("choice", "ladder", "prediction")}
+        return self.model_copy(update=changes)
 
     def exchanging(self, exchange: Exchange) -> Plan:
         """A copy of this plan with another `exchange` between its ranks. Raises `InputError` if this
@@ -321,12 +321,12 @@ class Plan(Frozen):
         """Load the plan in the file `path`. If its choice was edited, the prediction is removed and a
         notice added. Raises `InputError` if the file cannot be read or has errors."""
         plan = cls.from_json(read(path), source=f"the plan {path}")
-        told = plan.prediction
-        if told is None or told.choice in (None, plan.choice):
+        prediction = plan.prediction
+        if prediction is None or prediction.choice in (None, plan.choice):
             return plan
         notice = (
             "The choice was changed after it was predicted"
-            f" ({told.choice.describe()}), so nothing is predicted of it."
+            f" ({prediction.choice.describe()}), so nothing is predicted of it."
         )
         changes = {"prediction": None, "notices": (*plan.notices, notice)}
         return plan.model_copy(update=changes)

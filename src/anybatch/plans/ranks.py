@@ -132,7 +132,7 @@ class Exchange(Frozen):
 
     def describe(self) -> str:
         """One-line description for a table."""
-        told = []
+        parts = []
         if self.every > 1:
             how = (
                 "averaged"
@@ -140,23 +140,25 @@ class Exchange(Frozen):
                 else f"moved by an outer optimizer (lr {self.outer.lr:g}, Nesterov momentum"
                 f" {self.outer.momentum:g})"
             )
-            told.append(f"local steps, weights {how} every {self.every} steps")
+            parts.append(f"local steps, weights {how} every {self.every} steps")
         if self.stale:
-            told.append("gradients applied one step late")
+            parts.append("gradients applied one step late")
         if self.compress is not None:
-            told.append(f"{'movements' if self.every > 1 else 'gradients'} sent in {self.compress}")
-        return "; ".join(told) or "exact, in every step"
+            parts.append(
+                f"{'movements' if self.every > 1 else 'gradients'} sent in {self.compress}"
+            )
+        return "; ".join(parts) or "exact, in every step"
 
     def notices(self) -> tuple[str, ...]:
         """Sentences for readers of the plan; none if the exchange is exact."""
         if self.is_exact:
             return ()
         loss = ", and the loss that is reported is that of rank 0's share" if self.every > 1 else ""
-        told = (
+        notice = (
             f"The exchange between ranks is not exact, as asked for ({self.describe()}): the result"
             f" depends on it and on the number of ranks{loss}."
         )
-        return (told,)
+        return (notice,)
 
 
 class Link(Frozen):

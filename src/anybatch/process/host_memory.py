@@ -44,8 +44,8 @@ def host_memory(group: Group | None = None, limits: bool = True) -> HostMemory:
     found = [HostMemory(memory.total, memory.available)]
     group = group_here() if group is None else group
     if group.limit_bytes is not None and group.free_bytes is not None:
-        told = f"the control group's limit of {format_bytes(group.limit_bytes)} ({group.file})"
-        found.append(HostMemory(group.limit_bytes, group.free_bytes, told))
+        described = f"the control group's limit of {format_bytes(group.limit_bytes)} ({group.file})"
+        found.append(HostMemory(group.limit_bytes, group.free_bytes, described))
     if limits:
         found += _of_process()
     total = min(one.total_bytes for one in found)
@@ -58,12 +58,12 @@ def _of_process() -> list[HostMemory]:
         return []
     own = psutil.Process().memory_info()
     found: list[HostMemory] = []
-    for limit, used, told in (
+    for limit, used, described in (
         (resource.RLIMIT_AS, own.vms, "RLIMIT_AS, ulimit -v"),
         (resource.RLIMIT_DATA, own.data, "RLIMIT_DATA, ulimit -d"),
     ):
         soft = resource.getrlimit(limit)[0]
         if soft != resource.RLIM_INFINITY:
-            told = f"the limit of {format_bytes(soft)} on this process ({told})"
-            found.append(HostMemory(soft, max(0, soft - used), told))
+            described = f"the limit of {format_bytes(soft)} on this process ({described})"
+            found.append(HostMemory(soft, max(0, soft - used), described))
     return found

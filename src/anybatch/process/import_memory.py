@@ -44,7 +44,7 @@ def check_addresses() -> None:
     """Raises `NoPlanFits` if the limit on this process's addresses leaves less than torch needs."""
     left = _addresses_left()
     if left is not None and left[1] < _NEEDED and "torch" not in sys.modules:
-        raise NoPlanFits(_told(*left, f"torch needs {_NEEDED >> 20} MiB to start"))
+        raise NoPlanFits(_shortage(*left, f"torch needs {_NEEDED >> 20} MiB to start"))
 
 
 def _is_refused(error: BaseException) -> bool:
@@ -56,13 +56,13 @@ def _sentence(error: BaseException) -> str:
     what = f"an import was refused memory ({str(error) or type(error).__name__})"
     left = _addresses_left()
     if left is not None:
-        return _told(*left, what)
+        return _shortage(*left, what)
     return (
         f"{what}: see what else runs on this machine, and the limits of this process (`ulimit -a`)."
     )
 
 
-def _told(limit: int, free: int, what: str) -> str:
+def _shortage(limit: int, free: int, what: str) -> str:
     return (
         f"the limit of {limit >> 20} MiB on this process (RLIMIT_AS, ulimit -v) leaves {free >> 20} MiB"
         f" of addresses, and {what}: {_REMEDY}"

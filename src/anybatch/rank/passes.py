@@ -256,10 +256,10 @@ class GlobalStep:
         if len(part) <= _ALONE or not self._loader.has_collate:
             return False
         try:
-            with warnings.catch_warnings(record=True) as told:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 alone, again = (self._together(part.start, 0, _ALONE) for _ in range(2))
-            if told:  # for example that it draws random numbers
+            if caught:  # for example that it draws random numbers
                 return False
             return differs(slice_batch(batch, 0, _ALONE), alone) and not differs(again, alone)
         except Exception:  # the step itself will raise the error

@@ -127,7 +127,7 @@ class Record:
         """The event that closes a run. `given` is the initial plan, and `followed` the plan at the end,
         which may be the same. Ranks communicate only if the run is `finished`."""
         # Otherwise the prediction is for another choice.
-        told = given.prediction if followed.choice == given.choice else None
+        prediction = given.prediction if followed.choice == given.choice else None
         steps = _without_first(self._steps_of_late)
         times = zip(*steps, strict=True) if steps else ((0.0,),) * 3
         taken, computed, idle = map(median, times)
@@ -141,20 +141,22 @@ class Record:
             samples_seen=self.position.samples_seen,
             seconds=seconds,
             step_seconds=taken or None,
-            predicted_peak_bytes=told.peak_bytes if told else None,
+            predicted_peak_bytes=prediction.peak_bytes if prediction else None,
             measured_peak_bytes=max(peaks),
-            predicted_step_seconds=told.step_seconds if told else None,
+            predicted_step_seconds=prediction.step_seconds if prediction else None,
             budget_bytes=given.budget_bytes,
             finished=finished,
             reason=reason,
             rank_peak_bytes=tuple(peaks) if len(peaks) > 1 else (),
             num_skipped=self.skips.num_samples if self.skips else 0,
-            predicted_totals=told.totals if told else {},
+            predicted_totals=prediction.totals if prediction else {},
             measured_totals=max(every, key=lambda totals: totals["total"]),
             data_seconds=taken - computed,
             idle_seconds=idle,
             step_parts=parts,
-            predicted_step_parts=predicted_parts(told.step_parts) if parts and told else {},
+            predicted_step_parts=predicted_parts(prediction.step_parts)
+            if parts and prediction
+            else {},
             samples_per_second=self._num_samples / self._seconds if self._seconds else None,
         )
 
@@ -202,7 +204,7 @@ def parts_of(
 def predicted_parts(parts: Mapping[str, float]) -> dict[str, float]:
     """`Prediction.step_parts`, combined into the parts of `parts_of`."""
     rest = {"exchange of gradients": EXCHANGE, "update": UPDATE}
-    told = {COMPUTING: 0.0, EXCHANGE: 0.0, UPDATE: 0.0}
+    sums = {COMPUTING: 0.0, EXCHANGE: 0.0, UPDATE: 0.0}
     for part, seconds in parts.items():
-        told[rest.get(part, COMPUTING)] += seconds
-    return told
+        sums[rest.get(part, COMPUTING)] += seconds
+    return sums

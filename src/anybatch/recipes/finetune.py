@@ -198,7 +198,7 @@ def finetune(
         steps=steps,
         evaluate_every=steps_between(len(train), global_batch, epochs, steps),
         tell=partial(
-            told,
+            report,
             origin=f"The model: {source.folder}, {weights}. The data: {rows.origin}{cut}.",
             tokenizer=tokenizer,
             samples=(train if held is None else held) if kind == "causal-lm" else None,
@@ -275,7 +275,7 @@ def _longest(wanted: int | None, source: Source, tokenizer: Any) -> int:
 # ----------------------------------------------------------------------------- report at the end
 
 
-def told(
+def report(
     model: Any,
     origin: str,
     tokenizer: Any,

@@ -138,12 +138,12 @@ def sha256_of(file: Path) -> str:
 
 def _whole_paths(options: Mapping[str, str], arguments: Mapping[str, Any]) -> dict[str, str]:
     """Returns `options` keyed by the names of the function's arguments, with absolute paths."""
-    told = {}
+    texts = {}
     for key, text in options.items():
         name = key if key in arguments else key.replace("-", "_")
         value = arguments.get(name)
-        told[name] = str(value.absolute()) if isinstance(value, Path) else text
-    return told
+        texts[name] = str(value.absolute()) if isinstance(value, Path) else text
+    return texts
 
 
 def _split(spec: str) -> tuple[str, str | None]:

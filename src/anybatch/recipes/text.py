@@ -108,7 +108,7 @@ def text(
         epochs=epochs if steps is None else None,
         steps=steps,
         evaluate_every=steps_between(len(train), global_batch, epochs, steps),
-        tell=partial(told, context=context, prompt=prompt, seed=seed, origin=source.origin),
+        tell=partial(report, context=context, prompt=prompt, seed=seed, origin=source.origin),
         seed=seed,
         name="text",
     )
@@ -188,7 +188,7 @@ def steps_between(num_samples: int, global_batch: int, epochs: int, steps: int |
 # ------------------------------------------------------------------------------ text at the end
 
 
-def told(model: nn.Module, context: int, prompt: str, seed: int, origin: str) -> str:
+def report(model: nn.Module, context: int, prompt: str, seed: int, origin: str) -> str:
     """Returns a report: the origin of the text, and a text that the model generates from `prompt`."""
     begin = list(prompt.encode(errors="replace")) or [END]
     made = bytes(generated(model, begin, END, context, seed)).decode(errors="replace")

@@ -21,12 +21,12 @@ def table_of(plan: Plan, points: Sequence[Point]) -> Table:
     # Only settings in which some point differs from the plan are shown, and recompute.
     own = _words(plan.choice, plan.parallel)
     others = [_words(point.choice, point.parallel or plan.parallel) for point in points]
-    told = {what for words in others for what in words if words[what] != own[what]} | {"recompute"}
+    shown = {what for words in others for what in words if words[what] != own[what]} | {"recompute"}
     by = _seconds_of_plan(plan, points)
     rows = [
         (
             format_count(point.choice.micro_batch),
-            ", ".join(word for what, word in words.items() if what in told and word),
+            ", ".join(word for what, word in words.items() if what in shown and word),
             "" if point.peak_bytes is None else format_bytes(point.peak_bytes),
             _part(point.peak_bytes, plan.budget_bytes),
             format_seconds(point.step_seconds),
@@ -66,20 +66,20 @@ def _seconds_of_plan(plan: Plan, points: Sequence[Point]) -> float | None:
     for point in (*points, *plan.frontier):
         if is_taken(point, plan):
             return point.step_seconds
-    told = plan.prediction
-    return None if told is None or told.rehearsed else told.step_seconds
+    prediction = plan.prediction
+    return None if prediction is None or prediction.rehearsed else prediction.step_seconds
 
 
 def with_plan(plan: Plan) -> list[FrontierPoint]:
     """The frontier of `plan` together with the selected choice, which may be slightly off the
     frontier. Sorted by peak memory, smallest first."""
-    points, told = list(plan.frontier), plan.prediction
-    if told is not None and not any(is_taken(point, plan) for point in points):
+    points, prediction = list(plan.frontier), plan.prediction
+    if prediction is not None and not any(is_taken(point, plan) for point in points):
         own = FrontierPoint(
             choice=plan.choice,
             parallel=plan.parallel,
-            peak_bytes=told.peak_bytes,
-            step_seconds=told.step_seconds,
+            peak_bytes=prediction.peak_bytes,
+            step_seconds=prediction.step_seconds,
         )
         points.append(own)
     return sorted(points, key=lambda point: point.peak_bytes)

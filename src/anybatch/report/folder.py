@@ -113,7 +113,7 @@ def run_files(folder: Path) -> dict[str, Path]:
 def last_plan(folder: Path) -> Plan | None:
     """The last plan of the run in `folder`; None if there is no run, or it cannot be read."""
     with contextlib.suppress(InputError):
-        return _told_by(folder).read_plan()
+        return _logged_state(folder).read_plan()
     return None
 
 
@@ -124,8 +124,8 @@ def unfinished_step(folder: Path) -> int | None:
         return None
     newest = max(int(number) if number.isdecimal() else 0 for number in saved)
     with contextlib.suppress(InputError):  # the log is missing, but there are checkpoints
-        told = _told_by(folder)
-        return None if told.finished else told.step or newest
+        logged = _logged_state(folder)
+        return None if logged.finished else logged.step or newest
     return newest
 
 
@@ -284,10 +284,10 @@ def read_run(run: str | os.PathLike[str]) -> PastRun:
     folder = Path(run)
     if not (folder / EVENTS_FILE).is_file():
         raise InputError(not_a_run(folder))
-    told, plan = _told_by(folder), None
+    logged, plan = _logged_state(folder), None
     with contextlib.suppress(InputError):
-        plan = told.read_plan()
-    started = told.started
+        plan = logged.read_plan()
+    started = logged.started
     if started is None or plan is None:
         raise InputError(
             f"{folder} does not tell of a run that can be taken up: no start of one, with a plan that"
@@ -301,14 +301,14 @@ def read_run(run: str | os.PathLike[str]) -> PastRun:
         source_sha256=started.source_sha256,
         settings=started.settings,
         plan=plan,
-        step=told.step,
-        epoch=told.epoch,
-        finished=told.finished,
+        step=logged.step,
+        epoch=logged.epoch,
+        finished=logged.finished,
     )
 
 
 @dataclass(slots=True)
-class _Told:
+class _LoggedState:
     """The state of a run according to its log."""
 
     started: RunStarted | None = None
@@ -321,20 +321,20 @@ class _Told:
         return None if self.plan is None else Plan.from_json(json.dumps(self.plan))
 
 
-def _told_by(folder: Path) -> _Told:
-    told = _Told()
+def _logged_state(folder: Path) -> _LoggedState:
+    logged = _LoggedState()
     for event in iterate(folder / EVENTS_FILE, every_step=False):
         if isinstance(event, RunStarted):
-            told.started = event
+            logged.started = event
         if isinstance(event, RunStarted | Replanned):
-            told.plan = event.plan
+            logged.plan = event.plan
         elif isinstance(event, StepDone | Evaluated):
-            told.step, told.epoch = event.step, event.epoch
+            logged.step, logged.epoch = event.step, event.epoch
         elif isinstance(event, RunEnded):
-            told.step = event.steps
+            logged.step = event.steps
         if isinstance(event, RunStarted | StepDone | RunEnded):
-            told.finished = isinstance(event, RunEnded) and event.finished
-    return told
+            logged.finished = isinstance(event, RunEnded) and event.finished
+    return logged
 
 
 def not_a_run(folder: Path) -> str:

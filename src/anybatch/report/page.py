@@ -197,7 +197,11 @@ def _measured_peak(record: Record) -> int | None:
 
 
 def _comparisons(plan: Plan, record: Record) -> Table:
-    seconds, waited, told = record.column("seconds"), record.column("data_seconds"), plan.prediction
+    seconds, waited, prediction = (
+        record.column("seconds"),
+        record.column("data_seconds"),
+        plan.prediction,
+    )
     median = float(np.median(seconds)) if len(seconds) else None
     ended = record.ended or RunEnded(
         time=0.0,
@@ -205,9 +209,9 @@ def _comparisons(plan: Plan, record: Record) -> Table:
         samples_seen=0,
         seconds=0.0,
         step_seconds=median,
-        predicted_peak_bytes=told and told.peak_bytes,
+        predicted_peak_bytes=prediction and prediction.peak_bytes,
         measured_peak_bytes=0,
-        predicted_step_seconds=told and told.step_seconds,
+        predicted_step_seconds=prediction and prediction.step_seconds,
         budget_bytes=None,
         finished=False,
         data_seconds=(median or 0.0) - float(np.median(seconds - waited)) if len(seconds) else 0.0,

@@ -341,11 +341,11 @@ def _path(points: Sequence[_Point], color: str, width: float, dotted: bool = Fal
 
 def _moves(points: Sequence[_Point]) -> str:
     """SVG path data through `points`, without points in the middle of a horizontal line."""
-    told = [(f"{x:.1f}", f"{y:.1f}") for x, y in points]
-    ends = [(None, None), *told, (None, None)]
+    texts = [(f"{x:.1f}", f"{y:.1f}") for x, y in points]
+    ends = [(None, None), *texts, (None, None)]
     kept = [
         f"{x} {y}"
-        for (_, before), (x, y), (_, after) in zip(ends, told, ends[2:], strict=False)
+        for (_, before), (x, y), (_, after) in zip(ends, texts, ends[2:], strict=False)
         if not before == y == after
     ]
     return "M" + "L".join(kept)

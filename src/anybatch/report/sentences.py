@@ -230,7 +230,7 @@ def compare(ended: RunEnded) -> list[Comparison]:
     """Compare predictions with measurements: peak memory, with each memory account that was measured,
     then step time, by part if several ranks shared the step. Time spent waiting for samples, or for a
     core used by other processes, is not predicted, and is excluded from the step time."""
-    seconds, told, parts = ended.step_seconds, ended.predicted_totals, ended.predicted_step_parts
+    seconds, totals, parts = ended.step_seconds, ended.predicted_totals, ended.predicted_step_parts
     waits: dict[str, float] = {}
     if seconds and not ended.step_parts:
         shares = (
@@ -239,11 +239,11 @@ def compare(ended: RunEnded) -> list[Comparison]:
         )
         waits = {what: wait for what, wait, least in shares if wait > least * seconds}
         seconds = max(0.0, seconds - sum(waits.values()))
-    sizes = {name: size for name, size in ended.measured_totals.items() if name in told}
+    sizes = {name: size for name, size in ended.measured_totals.items() if name in totals}
     return [
         compare_peak(ended.predicted_peak_bytes, ended.measured_peak_bytes, ended.budget_bytes),
         *(
-            _compared(f"of it {name}", told[name], size, format_bytes)
+            _compared(f"of it {name}", totals[name], size, format_bytes)
             for name, size in sizes.items()
             if name != "total"
         ),
@@ -278,8 +278,8 @@ def _compared(
     budget: str = MISSING,
 ) -> Comparison:
     error = f"{predicted / measured - 1:+.1%}" if predicted and measured else MISSING
-    told = MISSING if predicted is None else form(predicted)
-    return what, told, MISSING if measured is None else form(measured), error, budget
+    text = MISSING if predicted is None else form(predicted)
+    return what, text, MISSING if measured is None else form(measured), error, budget
 
 
 def _precise_seconds(seconds: float) -> str:

@@ -76,10 +76,10 @@ class Evaluation:
     measured_peak_bytes: int
 
     def __repr__(self) -> str:
-        told = format_scores(self)
+        text = format_scores(self)
         name = " ".join(self.task.split())
         peak = format_bytes(self.measured_peak_bytes)
-        return f"<Evaluation of {name}, step {self.step:,}: {told}, peak memory {peak}>"
+        return f"<Evaluation of {name}, step {self.step:,}: {text}, peak memory {peak}>"
 
 
 def evaluate(

@@ -87,8 +87,8 @@ class PlanOptions:
 
     def given(self) -> dict[str, Any]:
         """Returns the options that differ from their defaults, by name."""
-        told = ((field, getattr(self, field.name)) for field in fields(self))
-        return {field.name: value for field, value in told if value != field.default}
+        pairs = ((field, getattr(self, field.name)) for field in fields(self))
+        return {field.name: value for field, value in pairs if value != field.default}
 
 
 def plan(
@@ -260,7 +260,7 @@ class _Planning:
 
     def _one(self, devices: Sequence[Device], anew: bool) -> Plan:
         """Makes the plan for `devices` on this rank, or returns the cached one unless `anew`."""
-        options, told = self.options, self._notices(devices)
+        options, notices = self.options, self._notices(devices)
         leanest = min(devices, key=lambda device: device.budget_bytes)
         is_limited = options.memory is not None or bool(self.machine and self.machine.is_limited)
         with few_collections():
@@ -302,7 +302,7 @@ class _Planning:
                 notices=(
                     *default_ghost_notice(subject.identity.ghost_batch, self.task.ghost_batch),
                     *_size_notice(self.task),
-                    *told,
+                    *notices,
                     *_length_notice(subject, cut_by_size=not is_reproducible),
                     *(() if is_reproducible else subject.depends),
                 ),
@@ -313,14 +313,14 @@ class _Planning:
         """Returns the notices about the devices, without duplicates. Raises `InputError` if a device
         does not support the precision."""
         wanted = parse_open_precision(self.options.precision)
-        told: dict[str, None] = {}
+        found: dict[str, None] = {}
         if wanted is not None:
             for device in devices:
                 check_available(wanted, device)
-                told |= dict.fromkeys(precision_notices(wanted, device))
+                found |= dict.fromkeys(precision_notices(wanted, device))
         if any(device.kind == "cuda" for device in devices):
-            told |= dict.fromkeys(allocator_notices())
-        return list(told)
+            found |= dict.fromkeys(allocator_notices())
+        return list(found)
 
     def _wishes(self, subject: Subject) -> Wishes:
         options, task = self.options, self.task
@@ -430,8 +430,8 @@ def _returning(plan: Plan) -> Plan:
     """Returns `plan`, which is not rehearsed, with freed memory returned to the system if its budget is
     enforced on a CPU: the prediction counts memory in use, without the fragmentation that occurs if
     freed memory is kept."""
-    told = plan.prediction
-    if plan.device != "cpu" or not plan.enforced or told is None:
+    prediction = plan.prediction
+    if plan.device != "cpu" or not plan.enforced or prediction is None:
         return plan
 
     def returning(choice: Choice) -> Choice:
@@ -441,7 +441,7 @@ def _returning(plan: Plan) -> Plan:
     changes = {
         "choice": choice,
         "ladder": tuple(map(returning, plan.ladder)),
-        "prediction": told.model_copy(update={"choice": choice}),
+        "prediction": prediction.model_copy(update={"choice": choice}),
     }
     return plan.model_copy(update=changes)
 

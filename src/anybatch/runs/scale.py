@@ -140,6 +140,6 @@ def _correction(task: Task, rows: Iterable[Scaled], wishes: Mapping[str, object]
     if not run:
         return 1.0
     last = run[-1]
-    told = _predicted(task, last.ranks, None, 1.0, **{**wishes, "parallel": last.parallel})
-    predicted = told.parts.get(COMPUTING, 0.0)
+    forecast = _predicted(task, last.ranks, None, 1.0, **{**wishes, "parallel": last.parallel})
+    predicted = forecast.parts.get(COMPUTING, 0.0)
     return last.parts[COMPUTING] / predicted if predicted else 1.0

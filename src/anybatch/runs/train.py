@@ -131,14 +131,14 @@ class Result:
     def __repr__(self) -> str:
         ended = self.ended
         how = "finished" if ended.finished else "stopped early"
-        told = [
+        parts = [
             f"{how} after {counted(ended.steps, 'step')}",
             f"held-out {format_scores(self.evaluation)}" if self.evaluation else "",
             f"peak memory {format_bytes(ended.measured_peak_bytes)}",
             f"in {self.folder}" if self.folder else "",
         ]
         name = " ".join(self.plan.task.name.split())
-        return f"<Result of {name}: {', '.join(filter(None, told))}>"
+        return f"<Result of {name}: {', '.join(filter(None, parts))}>"
 
 
 def train(
@@ -429,7 +429,7 @@ class _Job:
             # If the checkpoint cannot be resumed, the call fails before anything is written.
             resumes = keeping.resumes and session.keeps
             resumed = session.resumed() if resumes else None
-            started = self._told_of(session.started())
+            started = self._described(session.started())
             begun.append(started)
             clock = time.perf_counter()
             session.emit(started)
@@ -458,8 +458,8 @@ class _Job:
                     reason += f" The network's library: {error.backend}"
                 raise
             except BaseException as error:
-                told = f"{type(error).__name__}: {error}".strip(": ")
-                reason = " ".join([told, *getattr(error, "__notes__", ())])
+                sentence = f"{type(error).__name__}: {error}".strip(": ")
+                reason = " ".join([sentence, *getattr(error, "__notes__", ())])
                 raise
             finally:
                 ended = session.ended(time.perf_counter() - clock, finished, reason)
@@ -468,7 +468,7 @@ class _Job:
         model = session.model.eval()
         return Result(model, last, started, ended, evaluation, folder, noise.blocks)
 
-    def _told_of(self, started: RunStarted) -> RunStarted:
+    def _described(self, started: RunStarted) -> RunStarted:
         """Returns `started`, with the command, host and task source of the run."""
         versions = {**started.versions, "Python": platform.python_version()}
         origin = self.task.origin

@@ -29,7 +29,7 @@ from anybatch.oom import is_memory_error
 from anybatch.parallel import Group, from_rank_0
 from anybatch.process.threads import begin
 from anybatch.state.checksummed_blocks import DTYPES, DataFile
-from anybatch.state.folder import Folder, told_by_system
+from anybatch.state.folder import Folder, describe_os_error
 from anybatch.state.manifest import Manifest, data_name, read_manifest
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ class Checkpoints:
             lost: sentence about a rank that is lost, whose part of the save is not waited for.
         """
         if self._job is not None:
-            self._job.told = self._job.told or lost
+            self._job.failure = self._job.failure or lost
         self.wait()
         if self._group.rank == 0:
             self._folder.leave()
@@ -271,8 +271,8 @@ class Checkpoints:
         if job is None:
             return
         job.written.wait()
-        told = self._group.exchange(job.wrong)
-        job.told = next(filter(None, told), "")
+        faults = self._group.exchange(job.wrong)
+        job.failure = next(filter(None, faults), "")
         self.wait()
         self._job = None
 
@@ -359,7 +359,7 @@ class Checkpoints:
         try:
             there = self._folder.complete()
         except OSError as error:
-            raise InputError(told_by_system(error)) from None
+            raise InputError(describe_os_error(error)) from None
         if wanted is not None:
             steps = ", ".join(f"{step:,}" for step, _ in reversed(there)) or "none is there"
             there = [(step, path) for step, path in there if step == wanted]
@@ -445,7 +445,7 @@ def _first_failure(error: Any, rank: int) -> str:
 
 def _sentence(error: BaseException) -> str:
     if isinstance(error, OSError):
-        return told_by_system(error)
+        return describe_os_error(error)
     if isinstance(error, AnybatchError):
         return str(error)
     text = (str(error).splitlines() or [""])[0]

@@ -142,7 +142,7 @@ class Folder:
         return self.path / f".{_name(step)}-{uuid.uuid4().hex[:8]}.{state}"
 
 
-def told_by_system(error: OSError) -> str:
+def describe_os_error(error: OSError) -> str:
     """Describes `error`, with the file and the remedy."""
     reason = error.strerror or str(error)
     place = f": {error.filename}" if error.filename else ""

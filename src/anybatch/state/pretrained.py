@@ -80,10 +80,10 @@ def set_dtype(folder: Path, dtype: torch.dtype | None) -> None:
     """Sets the dtype in the configuration in `folder` to the `dtype` of the weights next to it; None:
     none is stated. Raises `OSError`."""
     path = folder / CONFIG
-    told = json.loads(path.read_text(encoding="utf-8"))
-    for key in {"dtype", "torch_dtype"} & told.keys():
-        told[key] = None if dtype is None else str(dtype).removeprefix("torch.")
-    path.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    for key in {"dtype", "torch_dtype"} & settings.keys():
+        settings[key] = None if dtype is None else str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def is_kept(folder: Path) -> bool:
@@ -148,9 +148,9 @@ def _write(model: Any, state: dict[str, Any], folder: Path) -> None:
             model, state_dict=dict(state), adapter_name=name, save_embedding_layers=False
         )
         write_state(adapter, place / ADAPTER_WEIGHTS)
-        told = copy.copy(config)
-        told.inference_mode = True
-        told.save_pretrained(str(place))
+        written = copy.copy(config)
+        written.inference_mode = True
+        written.save_pretrained(str(place))
 
 
 def _files_of_tokens(source: Any) -> Iterator[Path]:

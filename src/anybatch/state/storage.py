@@ -57,7 +57,7 @@ from anybatch.state.checksummed_blocks import (
     staged,
     write_tensor,
 )
-from anybatch.state.folder import Folder, sync, told_by_system
+from anybatch.state.folder import Folder, describe_os_error, sync
 from anybatch.state.manifest import (
     NAME,
     Checksum,
@@ -109,7 +109,7 @@ class Writer(StorageWriter):
         written: set when the bytes of this rank are written, or will not be.
         wrong: why they are not written.
         is_unseen: whether this rank does not see the folder; before it looks, that of the last save.
-        told: failure of another rank, if any: nothing more comes from it.
+        failure: failure of another rank, if any: nothing more comes from it.
         ended: set when its thread has ended; None: it has no thread.
         metadata, results: on rank 0, torch's plan, and where each rank's slices begin in its file.
     """
@@ -130,7 +130,7 @@ class Writer(StorageWriter):
     pending: list[Tensor] | None = None
     release: Callable[[], object] = lambda: None
     is_unseen: bool = False
-    told: str = ""
+    failure: str = ""
     metadata: Metadata | None = None
     results: Sequence[Sequence[WriteResult]] = ()
 
@@ -163,7 +163,7 @@ class Writer(StorageWriter):
             self.folder.clear()
             self.partial = self.folder.begin(self.step)
         except OSError as error:
-            raise InputError(told_by_system(error)) from None
+            raise InputError(describe_os_error(error)) from None
         return [replace(plan, storage_data=self.partial.name) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -193,7 +193,7 @@ class Writer(StorageWriter):
             try:
                 write_part(self.partial, self.rank, tensors)
             except OSError as error:
-                raise InputError(told_by_system(error)) from None
+                raise InputError(describe_os_error(error)) from None
         return _ready(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -233,14 +233,14 @@ class Writer(StorageWriter):
         grown_at, grown = time.monotonic(), -1
         pause = 0.005
         while True:
-            told = self.told  # before parts are read, which may be complete
+            failure = self.failure  # before parts are read, which may be complete
             for rank in range(num_files):
                 if rank not in parts and _part_path(partial, rank).exists():
                     parts[rank] = _read_part(partial, rank)
             if len(parts) == num_files:
                 return [parts[rank] for rank in range(num_files)]
-            if told:
-                raise InputError(told)
+            if failure:
+                raise InputError(failure)
             now = sum(_size(partial / data_name(rank)) for rank in range(num_files))
             if now != grown:
                 grown_at, grown = time.monotonic(), now

@@ -156,7 +156,7 @@ class TrainingState:
             }
             for was, group in zip(self._options, self._replica.optimizer.param_groups, strict=True)
         ]
-        told = Facts(
+        known = Facts(
             task=self._identity(),
             groups=groups,
             states=states,
@@ -169,7 +169,7 @@ class TrainingState:
             trained=self._trained(),
             **facts,
         )
-        return Content(tensors, told.model_dump(mode="json"))
+        return Content(tensors, known.model_dump(mode="json"))
 
     def destinations(self, found: Found) -> dict[str, Tensor]:
         """Returns the tensors to be filled, for the names in the checkpoint. Creates the optimizer
@@ -439,8 +439,8 @@ def _names_in_state_dict(model: nn.Module) -> tuple[dict[str, str], list[str]]:
     own = dict(model.named_parameters()) | dict(model.named_buffers())
     names = {id(tensor): name for name, tensor in own.items()}
     state = model.state_dict(keep_vars=True)
-    told = {name: names[id(value)] for name, value in state.items() if id(value) in names}
-    aliases = {name: first for name, first in told.items() if name != first}
+    found = {name: names[id(value)] for name, value in state.items() if id(value) in names}
+    aliases = {name: first for name, first in found.items() if name != first}
     return aliases, [name for name in own if name not in state]
 
 

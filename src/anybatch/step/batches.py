@@ -187,7 +187,7 @@ class Pieces(Source):
             self._copies.forget()
 
     @contextmanager
-    def told_in_errors(self) -> Iterator[None]:
+    def named_in_errors(self) -> Iterator[None]:
         """Context manager for passes: errors of the loss tell that it was given a part of the batch."""
         try:
             yield

@@ -364,8 +364,8 @@ def _agreed_plan(group: Group, plans: Sequence[Plan | None], alike: bool) -> tup
         return plan, sizes[0]
     if alike:
         largest = max(filter(None, plans), key=lambda one: one.task.global_batch)
-        told = {name: getattr(largest, name) for name in ("task", "choice", "ladder")}
-        plan = plan.model_copy(update=told)  # the budget stays that of this rank
+        taken = {name: getattr(largest, name) for name in ("task", "choice", "ladder")}
+        plan = plan.model_copy(update=taken)  # the budget stays that of this rank
     ladders = [_ladder(one) for one in plans if one is not None]
     own = _ladder(plan)
     own += [(own or [plan.choice])[-1]] * (max(map(len, ladders)) - len(own))

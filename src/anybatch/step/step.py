@@ -442,7 +442,7 @@ class Step:
         source = plans.source(batch, self._num_steps)
         engine.wish = Wish.PLAN if plans.largest > plans.planned_for else Wish.NOTHING
         before = counting_buffers(self._model) if self._num_steps == 0 else None
-        with ExitStack() as whole, source.untouched_by_errors(), source.told_in_errors():
+        with ExitStack() as whole, source.untouched_by_errors(), source.named_in_errors():
             done = engine.run(self._num_steps, source, _nothing, whole)
             assert isinstance(done, Committed)  # steps are skipped only on request
             self._num_steps += 1
@@ -644,10 +644,10 @@ def _described(plan: Plan) -> str:
         held = "enforced" if plan.enforced else "free"
         budget = f"; memory {format_bytes(plan.budget_bytes)} ({held})"
     lines = [f"{plan.task.global_batch:,} samples per step, {_cut_of(plan, rank=0)}{budget}"]
-    told = plan.prediction
-    if told is not None:
-        found = "rehearsed" if told.rehearsed else "predicted"
-        peak, seconds = format_bytes(told.peak_bytes), format_seconds(told.step_seconds)
+    prediction = plan.prediction
+    if prediction is not None:
+        found = "rehearsed" if prediction.rehearsed else "predicted"
+        peak, seconds = format_bytes(prediction.peak_bytes), format_seconds(prediction.step_seconds)
         lines.append(f"{found} peak {peak}, step {seconds}")
     lines += plan.notices
     return "\n".join(f"anybatch.Step: {line}" for line in lines)

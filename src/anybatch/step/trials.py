@@ -193,7 +193,7 @@ class Trials:
         changes = {"micro_batch": size, "evaluation_batch": min(size, choice.evaluation_batch)}
         tried = choice.model_copy(update=changes)
         try:
-            with Borrowed(), self._meter.aside(), source.told_in_errors():
+            with Borrowed(), self._meter.aside(), source.named_in_errors():
                 found = self._engine.rehearsal.run(
                     self._index, source, tried, self._engine.plan.choice, most, kernels, enough
                 )

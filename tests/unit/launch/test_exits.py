@@ -124,8 +124,8 @@ def test_what_is_told_of_an_end_and_by_whom(
     exits.forget()
     found = read_end(word, 1)
     assert (found.sentence, found.stack, found.was_stopped) == (sentence, stack, stopped)
-    assert found.is_told_by_agent == by_agent
-    assert replace(found, spoke=False).is_told_by_agent
+    assert found.is_reported_by_agent == by_agent
+    assert replace(found, spoke=False).is_reported_by_agent
 
 
 def test_what_was_noted_stands_for_a_word_that_never_came(word: Path):

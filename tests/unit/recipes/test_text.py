@@ -21,8 +21,8 @@ from anybatch.recipes.text import (
     generated,
     loss,
     perplexity,
+    report,
     text,
-    told,
 )
 from anybatch.report.folder import unfinished_step
 
@@ -147,10 +147,10 @@ def test_text_ends_with_the_end(task):
 
 def test_what_is_told_has_no_control_characters(task):
     model = task.build_model().eval()
-    told_of = told(model, 16, "a\x1b[2J", 0, "x")
-    assert "\x1b" not in told_of
-    assert "a\N{REPLACEMENT CHARACTER}[2J" in told_of
-    assert told(model, 16, "", 0, "x")
+    shown = report(model, 16, "a\x1b[2J", 0, "x")
+    assert "\x1b" not in shown
+    assert "a\N{REPLACEMENT CHARACTER}[2J" in shown
+    assert report(model, 16, "", 0, "x")
 
 
 def test_weight_decay_is_on_the_matrices_of_the_blocks(data):
