@@ -1,4 +1,4 @@
-"""Outline: an existing model and optimizer, without their values.
+"""Model skeleton: an existing model and optimizer, without their values.
 
 Training modifies a model (hooks, other forwards, weights in half precision) and gives its optimizer
 other parameters to work on. An outline is taken before that, so that a step can be planned later as
