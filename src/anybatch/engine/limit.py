@@ -138,6 +138,7 @@ class CpuLimit(Limit):
         peak = self._meter.pass_bytes()
         self._growth[shape] = max(growth or 0, peak - before)
         if peak > self._budget:
+            trim()  # the peak begins anew, without what the pass has left free in the heap
             self._meter.drop_lap()
             raise OverBudget(peak, self._budget)
 

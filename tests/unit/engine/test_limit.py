@@ -80,3 +80,22 @@ def test_a_pass_over_a_cpu_budget_is_found_and_what_is_set_aside_counts_for_nobo
     assert 40 * MIB < meters[0].peak_bytes() <= 64 * MIB, meters[0].peak_bytes()
     for held in (strict, wide):
         held.leave()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's peak is Linux's")
+@alone
+def test_what_a_refused_pass_has_left_free_in_the_heap_is_no_part_of_the_peak():
+    held = CpuLimit(64 * MIB)
+    with at_work():
+        meter = held.enter()
+        held.follow("kept")
+        with pytest.raises(OverBudget), held.watched("pass", None):
+            blocks = [(ones(8), torch.ones(1 << 16)) for _ in range(16)]
+            small = [block[1] for block in blocks]  # between the large ones, which become holes
+            del blocks
+        with held.watched("pass", None):
+            ones(8)
+        assert meter.peak_bytes() < 64 * MIB, meter.peak_bytes()
+        assert len(small) == 16
+        held.leave()
