@@ -23,14 +23,12 @@ standard error; at the timeout of the process group it raises `PeerLost`.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakMethod, finalize
@@ -113,19 +111,9 @@ from anybatch.task import (
 )
 from anybatch.units import check_count, format_bytes, format_seconds
 
-_LEAST_QUARTERED = 8
-"""Minimum number of samples in a batch of which a quarter is tried before the whole."""
-
-_FAR = 2
-"""Passes that are estimated to need more than this multiple of the available memory are not tried."""
-
-
 _WAIT_SECONDS = 300.0
 """Duration of a step with several ranks after which a message says that it may be waiting for another
 rank."""
-
-_INSIDE = (str(Path(__file__).parent), contextlib.__file__)
-"""Files that are skipped when a warning is located: the user's code is outside of them."""
 
 
 @dataclass(frozen=True, slots=True)
