@@ -87,13 +87,16 @@ def test_a_pass_over_a_cpu_budget_is_found_and_what_is_set_aside_counts_for_nobo
 @alone
 def test_what_a_refused_pass_has_left_free_in_the_heap_is_no_part_of_the_peak():
     held = CpuLimit(64 * MIB)
+
+    def small_blocks() -> list[torch.Tensor]:
+        blocks = [(ones(8), torch.ones(1 << 16)) for _ in range(16)]
+        return [block[1] for block in blocks]  # between the large ones, which become holes
+
     with at_work():
         meter = held.enter()
         held.follow("kept")
         with pytest.raises(OverBudget), held.watched("pass", None):
-            blocks = [(ones(8), torch.ones(1 << 16)) for _ in range(16)]
-            small = [block[1] for block in blocks]  # between the large ones, which become holes
-            del blocks
+            small = small_blocks()
         with held.watched("pass", None):
             ones(8)
         assert meter.peak_bytes() < 64 * MIB, meter.peak_bytes()
