@@ -1,9 +1,9 @@
 """torch's elastic agent, run in this process: the part of `launch` that imports it.
 
 torch provides the rendezvous of agents, the processes and their variables, signal handling, and the
-loop that starts, monitors and restarts ranks. `_Agent` overrides two methods that torch documents
-as extension points: `_monitor_workers` (the state of the ranks) and `_restart_workers` (whether
-they are restarted at all). torch's own implementations restart ranks after any failure, count
+loop that starts, monitors and restarts ranks. `_Agent` overrides `_monitor_workers` (the state of
+the ranks), `_restart_workers` (whether they are restarted at all), and, with what these need,
+`_start_workers`, `_shutdown` and `_exit_barrier`. torch's own implementations restart ranks after any failure, count
 restarts separately on each machine, and do not report what failed on another machine.
 
 The agent installs handlers for SIGTERM, SIGINT, SIGHUP, SIGQUIT and SIGUSR1 in the main thread; the

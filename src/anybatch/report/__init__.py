@@ -1,7 +1,6 @@
 """Reports of runs and plans: a log file, a progress display, tables, an HTML page.
 
-A report depends only on `anybatch.events` and `anybatch.plans`, so it can be generated on another
-machine, years later, from the run folder alone.
+The report of a run is generated from its folder alone, on any machine: from its events and its plan.
 """
 
 from anybatch.report.folder import PastRun as PastRun
