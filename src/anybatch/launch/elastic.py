@@ -3,8 +3,9 @@
 torch provides the rendezvous of agents, the processes and their variables, signal handling, and the
 loop that starts, monitors and restarts ranks. `_Agent` overrides `_monitor_workers` (the state of
 the ranks), `_restart_workers` (whether they are restarted at all), and, with what these need,
-`_start_workers`, `_shutdown` and `_exit_barrier`. torch's own implementations restart ranks after any failure, count
-restarts separately on each machine, and do not report what failed on another machine.
+`_start_workers`, `_shutdown` and `_exit_barrier`. torch's own implementations restart ranks after
+any failure, count restarts separately on each machine, and do not report what failed on another
+machine.
 
 The agent installs handlers for SIGTERM, SIGINT, SIGHUP, SIGQUIT and SIGUSR1 in the main thread; the
 previous handlers are restored. In another thread signals are not handled. `os.environ` is left
