@@ -57,6 +57,10 @@ def counted(model: nn.Module, batch: Any) -> ab.Loss:
     return ab.Loss(kept, (batch[1] != -100).sum())
 
 
+def standardised(rows: Tensor) -> Tensor:
+    return (rows - rows.mean(0)) / rows.std(0)
+
+
 @dataclass(frozen=True)
 class Row:
     """`told`: by Step, and by train where that says something else; nothing: the weights are right."""
@@ -421,6 +425,33 @@ ROWS = {
     "a square of a mean": Row(balanced, ADD),
     "a weak look across the batch": Row(
         mean, ADD, build=lambda: Around(before=lambda model, x: x + 1e-3 * x.mean(0))
+    ),
+    "a weak look across the batch, in float32": Row(
+        lambda model, batch: (
+            mean(model, (batch[0].float(), batch[1]))
+            + 1e-3 * model(batch[0].float()).mean(0).square().sum()
+        ),
+        ADD,
+        build=lambda: build().float(),
+    ),
+    "a hinge that few pairs of samples exceed": Row(
+        lambda model, batch: F.relu(
+            1 - (z := 3 * model(batch[0].float())[:, 0])[:, None] + z
+        ).mean(),
+        ADD,
+        build=lambda: build().float(),
+    ),
+    "labels in the first micro-batch": Row(
+        lambda model, batch: (
+            model(batch[0]).square().mean()
+            + (each(model, batch)[batch[2]].mean() if batch[2].any() else 0.0)
+        ),
+        ADD,
+        data=(X, Y, torch.arange(24) < 5),
+    ),
+    "values divided by the deviation over samples": Row(
+        lambda model, batch: ab.Loss(standardised(model(batch[0])).square().sum(), len(batch[0])),
+        ADD,
     ),
     "samples that are mixed": Row(
         lambda model, batch: mean(model, (0.7 * batch[0] + 0.3 * batch[0].flip(0), batch[1])), ADD

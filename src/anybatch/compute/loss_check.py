@@ -151,8 +151,8 @@ def check_adds_up(
         states.append(states_of(own_generators))
         parts = Parts(sums(some, num_samples), first, second, close)
         are_as_many = states == [states_of(own_generators)] * 2  # of random numbers
-        if not parts.together.is_finite:
-            return None
+        if not parts.together.is_finite or (first.is_finite and not second.is_finite):
+            return None  # the step itself reports a mean over nothing
         if not parts.adds_up:
             close = max(close, rounding_inside(lambda: sums(some, num_samples)))
             parts = replace(parts, close=close)
@@ -162,8 +162,10 @@ def check_adds_up(
         count = num_samples
         twice = parts.together
         if not parts.adds_up:
-            double = _repeated(some, count)
-            twice = None if double is None else sums(double, 2 * count)
+            twice = None
+            if (double := _repeated(some, count)) is not None:
+                with suppress(_NotForFew):  # so many samples may not fit into memory
+                    twice = sums(double, 2 * count)
         if fault := parts.fault(twice):
             raise LossError(fault)
         warnings = [parts.metric(name) for name in parts.together.metrics]
@@ -431,7 +433,7 @@ class Parts:
         a, b, both = self.first, self.second, self.together
         surplus = a.total + b.total - both.total
         missing = math.nan if twice is None else 2 * both.total - twice.total
-        if not both.is_plain and abs(surplus - missing) <= 0.01 * abs(surplus):
+        if not both.is_plain and abs(surplus - missing) <= 0.01 * surplus:
             return (
                 f"adds a term to its sum that does not depend on the samples ({surplus:.6g}: a penalty"
                 " on the parameters, say). It is added once for each micro-batch, so its share of the"

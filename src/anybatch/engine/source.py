@@ -80,6 +80,11 @@ class Source(Protocol):
         """Returns a description of the samples of micro-batch `number` of the last attempt."""
         ...
 
+    @property
+    def has_collate(self) -> bool:
+        """Whether the user's code makes batches of samples. It may draw random numbers."""
+        return False
+
     def is_coupled(self, batch: Any) -> bool:
         """Returns whether batching couples samples, so that those of the first micro-batch, `batch`,
         would differ if batched alone."""

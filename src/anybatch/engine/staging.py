@@ -115,10 +115,15 @@ class Staging:
                 # gradients fits. A loss that needs more (the hardest k) gets parts of micro-batch size.
                 fits = micro.num_samples
                 few = min(LOOKED_AT, max(3, fits))
+                # Samples of two micro-batches may differ (those with labels come first).
+                known = False
                 for most, cut in ((few, few // 3), (2 * fits - 1, fits)):
-                    take, size = source.first_samples(most, micro.batch)
-                    if self._replica.check_loss(take, size, min(cut, size - 1), fits):
+                    is_done = self._replica.is_loss_told or source.has_collate
+                    if known and (is_done or not few < most <= 2 * LOOKED_AT):
                         break
+                    take, size = source.first_samples(most, micro.batch)
+                    cut = min(cut, size - 1)
+                    known |= self._replica.check_loss(take, size, cut, fits, not known)
                 if is_first and source.is_coupled(micro.batch):
                     warn_of_collate(self._replica.loss_as_given)
         finally:

@@ -250,6 +250,11 @@ class GlobalStep:
             stop = part.stop if part.start == stop else stop
         return partial(self._together, start), min(most, stop - start)
 
+    @property
+    def has_collate(self) -> bool:
+        """See `engine.Source`."""
+        return self._loader.has_collate
+
     def is_coupled(self, batch: Any) -> bool:
         """See `engine.Source`. Collates two of the samples separately for the comparison."""
         part = next(part for part in self._given.parts if part)
