@@ -157,7 +157,8 @@ def check_adds_up(
             close = max(close, rounding_inside(lambda: sums(some, num_samples)))
             parts = replace(parts, close=close)
         is_known = parts.adds_up or are_as_many
-        if not is_known and not parts.together.is_same(sums(some, num_samples, key=1), close):
+        others = (sums(some, num_samples, key) for key in (1, 2, 3))  # one may be close by chance
+        if not is_known and any(parts.together.total != other.total for other in others):
             return None  # it depends on random numbers of the samples
         count = num_samples
         twice = parts.together

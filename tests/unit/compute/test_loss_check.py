@@ -159,6 +159,17 @@ def test_as_many_random_numbers_for_any_samples_hide_no_fault(draw: Callable[[],
     assert "does not add up over samples" in told
 
 
+def test_random_numbers_of_samples_are_no_fault_where_two_draws_are_close():
+    def drawn(model: Any, batch: Batch) -> Tensor:
+        factors = torch.from_numpy(np.random.uniform(1.0, 1.002, (len(batch[0]), 1)))
+        return (model(batch[0].float() * factors.float()) - 1).square().mean()
+
+    torch.manual_seed(0)
+    for micro_batch in (2, 3, 4):
+        for width in (1, 2, 4):
+            assert trained(drawn, micro_batch, nn.Linear(6, width)) == []
+
+
 def test_a_loss_that_draws_until_a_condition_holds_is_left_alone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(frozen_randomness, "MOST_DRAWS", 1000)
 
