@@ -81,7 +81,7 @@ def model_loss(model: nn.Module, batch: Any) -> Loss:
         )
     if "labels" not in inputs:
         positions = {name: inputs[name] for name in _POSITIONS if name in inputs}
-        return weighed(model, inputs, positions, count_answers(inputs))
+        return weighed(model, inputs, positions, count_answers(model, inputs))
     ignored = ignored_label(model)
     counting: Counting = "all"
     if labels.is_floating_point() or is_mean_over_samples(model):
@@ -104,10 +104,10 @@ def weighed(
     return Loss(widened(_mean(model, {**inputs, **labels})) * weight, weight)
 
 
-def count_answers(inputs: Mapping[str, Any]) -> Tensor:
+def count_answers(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     """Return the number of samples with an answer for question answering, as a scalar tensor:
     transformers ignores positions beyond the tokens, of which texts that were truncated have some, and
-    takes negative ones for 0.
+    takes negative ones for 0. LayoutLMv3 appends the positions of image patches to the tokens.
 
     Raises `InputError` if only the start or only the end of an answer is ignored: the loss then
     consists of two means, over different numbers of samples. This reads values, so it synchronizes with
@@ -119,6 +119,10 @@ def count_answers(inputs: Mapping[str, Any]) -> Tensor:
     if not isinstance(tokens, Tensor) or tokens.dim() < 2:
         return torch.tensor(len(start), device=start.device)
     length = tokens.size(1)
+    pixels = inputs.get("pixel_values")
+    if isinstance(pixels, Tensor) and "LayoutLMv3" in type(_without_adapters(model)).__name__:
+        patch = int(_without_adapters(model).config.patch_size)  # pyright: ignore
+        length += 1 + (pixels.size(-2) // patch) * (pixels.size(-1) // patch)
     there = start < length
     differ = there != (end < length)
     if not isinstance(differ, FakeTensor) and bool(differ.any()):

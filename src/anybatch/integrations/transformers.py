@@ -118,7 +118,7 @@ class AnyBatch(_Host):
         model: Any = self.model
         if not isinstance(labels, Tensor):
             if is_own and isinstance(inputs.get("start_positions"), Tensor):
-                return count_answers(inputs)
+                return count_answers(model, inputs)
             return float(self._count(inputs))
         if is_own and is_mean_over_samples(model):
             return float(len(labels))

@@ -221,6 +221,37 @@ def test_an_answer_of_which_only_the_end_is_beyond_the_text_is_refused():
         ab.model_loss(Answers(), questions([1, 6, 3, 0], [2, 9, 8, 0]))
 
 
+@pytest.mark.slow  # imports transformers
+def test_answers_at_the_image_that_follows_the_text_count():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LayoutLMv3Config(
+        vocab_size=30,
+        hidden_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        coordinate_size=4,
+        shape_size=4,
+        input_size=8,
+        patch_size=4,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    model = transformers.LayoutLMv3ForQuestionAnswering(config).double()
+    batch = {
+        "input_ids": torch.arange(3, 24).view(3, 7),
+        "bbox": torch.zeros(3, 7, 4, dtype=torch.long),
+        "pixel_values": torch.rand(3, 3, 8, 8).double(),
+        "start_positions": torch.tensor([1, 7, 12]),  # in the text, in the image, in neither
+        "end_positions": torch.tensor([2, 11, 12]),
+    }
+    found = ab.model_loss(model, batch)
+    parts = [ab.model_loss(model, {k: v[i : i + 1] for k, v in batch.items()}) for i in range(3)]
+    assert [int(part.weight) for part in parts] == [1, 1, 0]
+    torch.testing.assert_close(found.sum, model(**batch).loss * 2)
+    torch.testing.assert_close(found.sum, sum(part.sum for part in parts))
+
+
 @pytest.mark.parametrize("wrong", [WORDS, -1])
 def test_a_label_that_the_model_has_no_class_for_is_named(wrong):
     for mean, shape in ((over_all, [4, 6]), (lambda x, y: F.cross_entropy(x.mean(1), y), [4])):
