@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.compute.loss import read_loss, widened
+from anybatch.compute.loss_reduction_check import warn_of_reduction
 from anybatch.data import batch_size, map_leaves, share, split, to_device
 from anybatch.data.batch_slices import is_samples, parts_of, rebuilt
 from anybatch.errors import DataError, InputError
@@ -280,7 +281,8 @@ class DataParallelCriterion(_Front):
       weights, `ignore_index`), and so are `F.cross_entropy` and `F.nll_loss`;
     - with `reduction="sum"` the sums are added;
     - `anybatch.Loss` and pairs (sum, weight) provide their own weight;
-    - any other scalar is interpreted as the mean over the samples, and weighted by their number.
+    - any other scalar is interpreted as the mean over the samples, and weighted by their number. The
+      first call warns if the scalar is known to be another mean, or a sum.
 
     Args:
         criterion: maps `(output, *targets)` to one of these; a module or a function.
@@ -316,6 +318,7 @@ class DataParallelCriterion(_Front):
             )
         super().__init__(_as_module(criterion))
         self._output_device = None if output_device is None else _device(output_device)
+        self._is_checked = False
 
     def forward(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Tensor:
         """The loss: a scalar tensor, by default on the device of the first output."""
@@ -330,8 +333,10 @@ class DataParallelCriterion(_Front):
         pieces = _scattered(whole, sizes, devices) if whole else [whole] * len(outputs)
         home = next((t.device for t in _tensors_of(self.module)), devices[0])
         criteria = _replicas(self.module, devices, first_is_home=home == devices[0])
+        check = len(outputs) > 1 and not self._is_checked
+        self._is_checked |= check
         works = [
-            functools.partial(_sum_and_weight, criterion, output, piece, len(targets), size)
+            functools.partial(_sum_and_weight, criterion, output, piece, len(targets), size, check)
             for criterion, output, piece, size in zip(criteria, outputs, pieces, sizes, strict=True)
         ]
         losses = _in_parallel(works, devices)
@@ -554,7 +559,12 @@ def _as_module(criterion: Callable[..., Any]) -> nn.Module:
 
 
 def _sum_and_weight(
-    criterion: nn.Module, output: Any, targets: Mapping[Any, Any], num_args: int, size: int
+    criterion: nn.Module,
+    output: Any,
+    targets: Mapping[Any, Any],
+    num_args: int,
+    size: int,
+    check: bool,
 ) -> Loss:
     reduction = getattr(criterion, "reduction", None)
     plain = type(criterion).forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
@@ -563,6 +573,8 @@ def _sum_and_weight(
     returned = _call(functools.partial(criterion, output), targets, num_args)
     if reduction == "sum":
         returned = (widened(returned) if isinstance(returned, Tensor) else returned), 1
+    elif check:
+        warn_of_reduction(criterion.forward, returned, size)
     return read_loss(returned, lambda: size, training=False)
 
 

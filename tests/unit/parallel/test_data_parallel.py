@@ -257,6 +257,16 @@ def test_functions_of_torch_are_weighed_by_what_they_count():
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "told"), [({}, "leaves out targets"), ({"reduction": "sum"}, "returns a sum")]
+)
+def test_a_function_that_returns_no_mean_over_samples_is_warned_of(options, told):
+    x, y = data(10)
+    criterion = DataParallelCriterion(lambda output, y: F.cross_entropy(output, y, **options))
+    with pytest.warns(UserWarning, match=told):
+        criterion(DataParallelModel(net(), CPUS)(x), some_ignored(y, "some"))
+
+
 def test_options_of_functions_are_kept():
     x, y = data(10)
     loss = functools.partial(F.cross_entropy, ignore_index=1, label_smoothing=0.1)
