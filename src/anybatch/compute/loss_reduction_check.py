@@ -74,8 +74,8 @@ def warn_of_reduction(function: LossFunction, returned: Any, num_samples: int) -
             " over the samples."
         )
     else:
-        told = (_told(node, plain, num_samples) for node in _likelihoods(total))
-        sentence = next(filter(None, told), None)
+        faults = (_fault_of(node, plain, num_samples) for node in _likelihoods(total))
+        sentence = next(filter(None, faults), None)
     if sentence:
         warn_of(function, sentence)
     return sentence is not None
@@ -250,11 +250,11 @@ def _counted(node: Any) -> tuple[str, Tensor | float | None]:
     return "", None
 
 
-def _told(node: Any, plain: bool, num_samples: int) -> str | None:
+def _fault_of(node: Any, plain: bool, num_samples: int) -> str | None:
     """Return the warning for the negative log-likelihood at `node`, or None."""
     scores, targets = node._saved_self, node._saved_target
     seen = type(targets) is Tensor  # False for fake tensors, which have no values
-    if seen and _are_told_apart(scores, targets, num_samples):
+    if seen and _are_distinguishable(scores, targets, num_samples):
         return (
             "tells the samples of a pass from one another (as contrastive losses do), so its result"
             " depends on how the step is cut. In two parts, what is computed of each sample and what is"
@@ -334,7 +334,7 @@ def compares_samples(returned: Any, num_samples: int) -> bool:
     graph of the `returned` value."""
     nodes = _likelihoods(returned if isinstance(returned, Tensor) else _sum_of(returned))
     return any(
-        _are_told_apart(node._saved_self, node._saved_target, num_samples)
+        _are_distinguishable(node._saved_self, node._saved_target, num_samples)
         for node in nodes
         if type(node._saved_target) is Tensor
     )
@@ -388,7 +388,7 @@ def _are_equally_many(counted: Tensor, num_samples: int) -> bool:
     return counted.view(num_samples, -1).sum(1).unique().numel() == 1
 
 
-def _are_told_apart(scores: Tensor, targets: Tensor, num_samples: int) -> bool:
+def _are_distinguishable(scores: Tensor, targets: Tensor, num_samples: int) -> bool:
     """Whether each sample of a pass is its own class: targets 0, 1, 2, ..."""
     if num_samples < _FEW or scores.shape != (num_samples, num_samples):
         return False

@@ -125,7 +125,7 @@ class Replica:
         self._loss: LossFunction = self._joint or loss
         self.loss_as_given: LossFunction = loss
         self._is_loss_known = self.is_joint  # whether its return value was inspected
-        self._is_told = False  # whether a warning was issued
+        self._has_warned = False  # whether a warning was issued
         self._means = CountedMeans()
         self._derives = False  # whether the loss needs gradients in evaluation
         self.parameter_writes: ParameterWrites = ParameterWrites(model)
@@ -171,9 +171,9 @@ class Replica:
         return self._joint is not None
 
     @property
-    def is_loss_told(self) -> bool:
+    def has_warned(self) -> bool:
         """Whether a warning was issued that the loss depends on how a step is cut."""
-        return self._is_told
+        return self._has_warned
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -397,7 +397,7 @@ class Replica:
                 returned = self._loss(self.model, batch)
                 if not self._is_loss_known and num_samples > 1:
                     self._is_loss_known = True
-                    self._is_told |= warn_of_reduction(self.loss_as_given, returned, num_samples)
+                    self._has_warned |= warn_of_reduction(self.loss_as_given, returned, num_samples)
                 loss = read_loss(returned, partial(samples_left, batch, num_samples))
                 counts = num_samples > 0 and not self.is_joint
                 if (
@@ -519,22 +519,22 @@ class Replica:
             if not are_comparable:
                 return True
             if self._joint is not None:
-                told = self._check_joint(take, num_samples, cut, close)
-                self._is_told |= bool(told)
-                return told is not None
-            told = check_adds_up(own, evaluate, explained, take, num_samples, cut, close)
-            if told is False and self._is_small:
+                warned = self._check_joint(take, num_samples, cut, close)
+                self._has_warned |= bool(warned)
+                return warned is not None
+            warned = check_adds_up(own, evaluate, explained, take, num_samples, cut, close)
+            if warned is False and self._is_small:
                 # Errors need more evidence than a difference that float32 does not show.
                 with suppress(LossError), InDoubles(always=True):
                     closer = _CLOSE_IN_DOUBLES
-                    told = bool(
+                    warned = bool(
                         check_adds_up(own, evaluate, explained, take, num_samples, cut, closer)
                     )
-            self._is_loss_known |= bool(told)
-            self._is_told |= bool(told)
-            if told is False and with_gradient:
-                self._is_told |= self._check_gradient(take, min(num_samples, fits, _FEW), close)
-            return told is not None
+            self._is_loss_known |= bool(warned)
+            self._has_warned |= bool(warned)
+            if warned is False and with_gradient:
+                self._has_warned |= self._check_gradient(take, min(num_samples, fits, _FEW), close)
+            return warned is not None
 
     @property
     def _is_small(self) -> bool:
@@ -647,8 +647,8 @@ class Replica:
         gradient is not finite.
         """
         self.phase = "update"
-        if not self._is_told and (fault := self._means.fault()):
-            self._is_told = True
+        if not self._has_warned and (fault := self._means.fault()):
+            self._has_warned = True
             warn_of(self.loss_as_given, fault)
         if not self._has_gradients:
             return torch.zeros(())

@@ -97,7 +97,7 @@ class Staging:
         Skipped where ranks synchronize inside passes, since the other ranks would wait there."""
         source, step = staged.source, staged.step
         is_cut = not micro.last or self._group.size > 1
-        if not is_cut or self._group.lockstep or self._replica.is_loss_told:
+        if not is_cut or self._group.lockstep or self._replica.has_warned:
             return
         is_first = self._checked is None
         if not is_first and (step & (step - 1) or step == self._checked):
@@ -118,7 +118,7 @@ class Staging:
                 # Samples of two micro-batches may differ (those with labels come first).
                 known = False
                 for most, cut in ((few, few // 3), (2 * fits - 1, fits)):
-                    is_done = self._replica.is_loss_told or source.has_collate
+                    is_done = self._replica.has_warned or source.has_collate
                     if known and (is_done or not few < most <= 2 * LOOKED_AT):
                         break
                     take, size = source.first_samples(most, micro.batch)

@@ -89,10 +89,10 @@ class Family:
         one, two, three = (t.timeline for t in (self._traced[first], self._traced[second], made))
         if not _are_alike(one, two) or not _are_alike(one, three):
             return False
-        told = self._by_arithmetic(number, first, second)
+        computed = self._by_arithmetic(number, first, second)
         return all(
             abs(a.num_bytes - b.num_bytes) <= _ROUNDING_BYTES
-            for a, b in zip(told.timeline.blocks, three.blocks, strict=True)
+            for a, b in zip(computed.timeline.blocks, three.blocks, strict=True)
         )
 
     def _by_arithmetic(self, number: int, first: int, second: int) -> Traced:
@@ -104,7 +104,7 @@ class Family:
 
         one, two = low.timeline, high.timeline
         blocks = [
-            Block(between(a.num_bytes, b.num_bytes), a.born, a.phase, a.died, *_told(a))
+            Block(between(a.num_bytes, b.num_bytes), a.born, a.phase, a.died, *_kinds_of(a))
             for a, b in zip(one.blocks, two.blocks, strict=True)
         ]
         moments = one.scratch.keys() | two.scratch.keys()
@@ -113,7 +113,7 @@ class Family:
         return replace(low, timeline=timeline)
 
 
-def _told(block: Block) -> tuple[str, str, int]:
+def _kinds_of(block: Block) -> tuple[str, str, int]:
     return block.kind, block.module, block.item_bytes
 
 

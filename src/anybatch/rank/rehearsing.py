@@ -149,13 +149,13 @@ class Rehearsing:
 
     def _search(self, way: Choice, is_planned: bool) -> None:
         """Find the micro-batches of `way` that fit, the largest among them."""
-        told = self._plan.prediction
-        size = way.micro_batch if told or self._fixed else self._in_units(min(2, self._whole))
+        prediction = self._plan.prediction
+        size = way.micro_batch if prediction or self._fixed else self._in_units(min(2, self._whole))
         while not self._try(way, size):
             if self._fixed or size <= self._unit:
                 return
             size = self._in_units(size // 2)
-        if self._fixed or (is_planned and told and not self._may_grow(told, way)):
+        if self._fixed or (is_planned and prediction and not self._may_grow(prediction, way)):
             return
         for _ in range(_MOST_TRIES):
             larger = self._next()
@@ -163,12 +163,12 @@ class Rehearsing:
                 return
             self._try(way, larger)
 
-    def _may_grow(self, told: Prediction, way: Choice) -> bool:
+    def _may_grow(self, prediction: Prediction, way: Choice) -> bool:
         """Whether memory limited the choice, but there is room left."""
         tried = self._fitting[-1]
         if tried.micro_batch < way.micro_batch:
             return True  # the planned size did not fit
-        bound = self._room is not None and told.peak_bytes > _BOUND * self._room
+        bound = self._room is not None and prediction.peak_bytes > _BOUND * self._room
         return bound and self._room is not None and tried.peak_bytes < _USED * self._room
 
     def _next(self) -> int | None:
@@ -238,8 +238,8 @@ class Rehearsing:
             if found is None or not self._fits(found) or found.seconds >= _PAYS * best.seconds:
                 continue
             best, self._plan = found, self._plan.taking(rival)
-            told = self._prediction(rival.choice, found)
-            plan = plan.taking(rival).model_copy(update={"prediction": told})
+            prediction = self._prediction(rival.choice, found)
+            plan = plan.taking(rival).model_copy(update={"prediction": prediction})
         return plan.model_copy(update={"rivals": ()}), best
 
     def _in_faster_layout(self, plan: Plan, best: _Size) -> Plan:
@@ -251,8 +251,8 @@ class Rehearsing:
         other = self._measured(plan.choice, kernels)
         if other is None or not self._fits(other) or other.seconds >= _PAYS * best.seconds:
             return plan
-        told = self._prediction(plan.choice, other)
-        return in_default_layout(plan.model_copy(update={"prediction": told}), best.seconds)
+        prediction = self._prediction(plan.choice, other)
+        return in_default_layout(plan.model_copy(update={"prediction": prediction}), best.seconds)
 
     def _choice(self, way: Choice, size: int) -> Choice:
         if size == way.micro_batch and self._plan.prediction is not None:
@@ -289,9 +289,9 @@ class Rehearsing:
         for size in (best, *self._fitting):
             choice = self._choice(way, size.micro_batch)
             predicted = self._plan.predicted_seconds(choice)
-            told = self._plan.prediction
-            if predicted and told is not None:
-                update = told.step_parts.get("update", 0.0)
+            prediction = self._plan.prediction
+            if predicted and prediction is not None:
+                update = prediction.step_parts.get("update", 0.0)
                 return (size.seconds * self._whole + update) / predicted
         return 1.0
 
@@ -304,7 +304,7 @@ class Rehearsing:
 
     def _prediction(self, choice: Choice, best: _Size) -> Prediction:
         """The measurements of the rehearsal, completed with values that only a trace provides."""
-        told, seconds = self._plan.prediction, best.seconds * self._whole
+        planned, seconds = self._plan.prediction, best.seconds * self._whole
         rest = "device context" if self._kind == "cuda" else _REST
         known = {
             "parameters and buffers": self._held,
@@ -314,8 +314,8 @@ class Rehearsing:
         }
         by_kind = {"activations and temporary": max(0, best.peak_bytes - sum(known.values()))}
         by_kind |= known
-        if told is None:
-            told = Prediction(
+        if planned is None:
+            planned = Prediction(
                 peak_bytes=0,
                 evaluation_peak_bytes=best.peak_bytes,
                 step_seconds=seconds,
@@ -324,15 +324,15 @@ class Rehearsing:
             )
         else:
             # A remembered plan has the rest that was measured before.
-            traced = {kind: size for kind, size in told.by_kind.items() if kind != _REST}
+            traced = {kind: size for kind, size in planned.by_kind.items() if kind != _REST}
             beyond = best.peak_bytes - sum(traced.values())
             if choice == self._plan.choice and traced and beyond >= 0:
                 by_kind = {**traced, _REST: beyond}
-            told = _with_passes(told, seconds)
-        return told.model_copy(
+            planned = _with_passes(planned, seconds)
+        return planned.model_copy(
             update={
                 "choice": choice,
-                "peak_bytes": max(best.peak_bytes, told.evaluation_peak_bytes),
+                "peak_bytes": max(best.peak_bytes, planned.evaluation_peak_bytes),
                 "commit_bytes": self._commit,
                 "by_kind": by_kind,
                 "totals": {},
@@ -343,23 +343,23 @@ class Rehearsing:
         )
 
     def _refusal(self, last: Choice) -> NoPlanFits:
-        told = f"no plan fits the budget of {format_bytes(self._plan.budget_bytes or 0)}"
+        sentence = f"no plan fits the budget of {format_bytes(self._plan.budget_bytes or 0)}"
         if self._room is not None:
-            told += f", of which {format_bytes(max(0, self._room))} are planned for"
-        told += ": "
+            sentence += f", of which {format_bytes(max(0, self._room))} are planned for"
+        sentence += ": "
         if self._least is None:
-            told += (
+            sentence += (
                 f"memory ran out in passes under the leanest one ({last.describe()}). Give it more."
             )
-            return NoPlanFits(told)
+            return NoPlanFits(sentence)
         peak, choice = self._least
         # Measurements vary slightly between processes.
         least = budget_for(peak + reserve_of(peak, self._kind), self._kind)
-        told += (
+        sentence += (
             f"the leanest was measured to need {format_bytes(peak)} ({choice.describe()}). Give it at"
             f" least {least_budget(least)}."
         )
-        return NoPlanFits(told, least_bytes=least)
+        return NoPlanFits(sentence, least_bytes=least)
 
 
 def new_state_bytes(plan: Plan, replica: Replica) -> int:
@@ -374,13 +374,13 @@ def can_rehearse(plan: Plan) -> bool:
     return plan.norms == "ghosts" and plan.parallel in ("single", "replicate")
 
 
-def _with_passes(told: Prediction, seconds: float) -> Prediction:
-    """`told`, with `seconds` as the time of the passes of a step."""
-    parts = dict(told.step_parts)
+def _with_passes(prediction: Prediction, seconds: float) -> Prediction:
+    """`prediction`, with `seconds` as the time of the passes of a step."""
+    parts = dict(prediction.step_parts)
     passes = [name for name in ("forward", "backward", "recompute") if name in parts]
     factor = seconds / max(1e-12, sum(parts[name] for name in passes))
     parts |= {name: parts[name] * factor for name in passes}
-    return told.model_copy(
+    return prediction.model_copy(
         update={
             "step_parts": parts,
             "step_seconds": sum(parts.values()),

@@ -89,8 +89,8 @@ class Trials:
         ).plan()
         if found is None or found.prediction is None:
             return found
-        told = found.prediction.model_copy(update={"rehearsed": is_run})
-        return found.model_copy(update={"prediction": told})
+        prediction = found.prediction.model_copy(update={"rehearsed": is_run})
+        return found.model_copy(update={"prediction": prediction})
 
     def _estimated(self, choice: Choice, fixed: int, room: int) -> Rehearsed | None:
         """The measurements of a pass over a quarter of the samples of the batch, with the peak
