@@ -204,7 +204,7 @@ class Machine:
         num_devices = number or (1 if count is None else count)
         check_count(num_devices, "the number of devices")
         if _is_size(what):
-            size = _parse_memory(what, "the machine's memory")
+            size = _parse_memory(what, setting("device"))
             name = f"any {format_bytes(size)} GPU"
             one = Device("cuda", 0, name, size, size, False, _GPU)
         else:
@@ -245,8 +245,8 @@ def _parse_memory(memory: str | int, name: str) -> int:
     size = parse_bytes(memory, name)
     if size < _LEAST_BARE and str(memory).strip()[-1].isdecimal():  # no unit
         raise InputError(
-            f"{name} is {memory!r}, which is {size:,} bytes: write '{str(memory).strip()}GiB', if you"
-            f" mean that, or '{str(memory).strip()}B'."
+            f"{name} is {memory!r}, which is {size:,} byte{'' if size == 1 else 's'}: write"
+            f" '{str(memory).strip()}GiB', if you mean that, or '{str(memory).strip()}B'."
         )
     return size
 

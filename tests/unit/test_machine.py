@@ -61,7 +61,8 @@ def test_what_is_no_machine_is_refused(text: str):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("24", r"memory is '24', which is 24 bytes: write '24GiB', if you mean that, or '24B'"),
+        ("24", r"device is '24', which is 24 bytes: write '24GiB', if you mean that, or '24B'"),
+        ("1", "device is '1', which is 1 byte: write '1GiB'"),
         ("2 x 80", "'80', which is 80 bytes: write '80GiB'"),
         ("1PiB", "'1PiB', which is not a size: write a size above zero such as 512MiB"),
         ("24XB", "'24XB', which is not a size"),
