@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from itertools import groupby
+from types import CellType, FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -114,14 +115,40 @@ def _are_alike(one: Any, other: Any, depth: int = 0) -> bool:
             _are_alike(a, b, depth + 1) for a, b in zip(one, other, strict=True)
         )
     if isinstance(one, nn.Module):
-        return one is not other and _are_alike(vars(one), vars(other), depth + 1)
+        return one is not other and _are_alike(_settings(one), _settings(other), depth + 1)
     if one is other:
         return True
+    if isinstance(one, FunctionType):  # a hook, of which each module has its own
+        return one.__code__ is other.__code__ and _are_alike(
+            _enclosed(one), _enclosed(other), depth + 1
+        )
     if type(one) is int:
         return one == other or other == one + 1
     if hasattr(one, "__dict__") and not callable(one):
         return _are_alike(vars(one), vars(other), depth + 1)
     return bool(one == other)
+
+
+def _enclosed(function: FunctionType) -> list[Any]:
+    """Return the values from around `function` that it uses, and its default values."""
+    cells = [cell for cell in function.__closure__ or () if cell != CellType()]
+    return [*(cell.cell_contents for cell in cells), *(function.__defaults__ or ())]
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of `module`, with its hooks in order (their keys count all hooks), and with
+    0.5 for each rate of a dropout or of stochastic depth, which often increases from block to block.
+    A rate of 0 runs other operations than the others."""
+    found = {
+        key: list(value.values()) if key.endswith("_hooks") and isinstance(value, dict) else value
+        for key, value in vars(module).items()
+    }
+    name = type(module).__name__.lower()
+    if "drop" in name or "stochastic" in name:
+        for key, value in found.items():
+            if type(value) is float and 0 < value < 1:
+                found[key] = 0.5
+    return found
 
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:
@@ -403,10 +430,14 @@ class _Expansion:
             first, second = (by_visit.get(one.visits[place], []) for place in (1, 2))
             self._check_blocks(one, first, second)
             last = len(one.repeat.left_out) + 1
-            for block in first:
-                self._new.blocks += self._copies_of(block, one, 1, range(last))
-            for block in second:
-                self._new.blocks += self._copies_of(block, one, 2, [last])
+            for x, y in zip(first, second, strict=True):
+                ends = self._relation(one, 1, x), self._relation(one, 2, y)
+                # Blocks left out have two like neighbors: as `x` has after it, and `y` before it.
+                inner = ends[1] if len(ends[1]) == 3 and ends[1][1] < 0 else ends[0]
+                self._new.blocks += self._copies_of(x, one, 1, [0], ends[0])
+                self._new.blocks += self._copies_of(x, one, 1, range(1, last), inner)
+            for y in second:
+                self._new.blocks += self._copies_of(y, one, 2, [last], self._relation(one, 2, y))
 
     def _visit(self, moment: int | None) -> int:
         if moment is None or not 0 < moment - self._start <= len(self._at):
@@ -458,18 +489,40 @@ class _Expansion:
         for x, y in zip(first, second, strict=True):
             for_x = x.num_bytes, x.born - begins[0], x.kind, x.phase, x.item_bytes
             for_y = y.num_bytes, y.born - begins[1], y.kind, y.phase, y.item_bytes
-            if for_x != for_y or self._relation(one, 1, x) != self._relation(one, 2, y):
+            if for_x != for_y or not self._freed_alike(one, x, y):
                 raise NotRegular(f"{x} is not {y}")
 
+    def _freed_alike(self, one: _Pass, x: Block, y: Block) -> bool:
+        """Return whether the second block of the middle frees `y` where the first frees `x`. An outer
+        neighbor may free it in the same operation at another position: the last block that reads the
+        result of an encoder has no earlier gradient to add to."""
+        for_x, for_y = self._relation(one, 1, x), self._relation(one, 2, y)
+        if for_x == for_y:
+            return True
+        if len(for_x) != 3 or for_x[:2] != for_y[:2] or for_x[1] == 0:
+            return False
+        ends = []
+        for died in (x.died, y.died):
+            assert died is not None
+            done = self._old.operations[died - self._start - 1]
+            owner = self._owner(done.module)
+            ends.append(replace(done, module=renamed_to(done.module, owner, "") if owner else ""))
+        return ends[0] == ends[1]
+
     def _copies_of(
-        self, block: Block, one: _Pass, place: int, numbers: Sequence[int]
+        self,
+        block: Block,
+        one: _Pass,
+        place: int,
+        numbers: Sequence[int],
+        relation: tuple[Any, ...],
     ) -> Iterator[Block]:
         """Yield `block`, which the block of the model at `place` creates, once for each of the
-        `numbers` of blocks, counted from the first of the two in the middle."""
+        `numbers` of blocks, counted from the first of the two in the middle. They are freed as
+        `relation` says."""
         visit = one.visits[place]
         name, offset = self._visits[visit].block, block.born - self._visits[visit].begin
         is_own = self._owner(block.module) == name
-        relation = self._relation(one, place, block)
         last = len(one.repeat.left_out) + 1
         died = relation[0]
         if len(relation) == 1 and died is not None:

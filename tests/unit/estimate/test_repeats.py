@@ -99,6 +99,23 @@ class Alternating(Deep):
         return x
 
 
+class Crossing(Deep):
+    """The tensor that every block uses has a gradient, to which all but the last block add."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(self.norm(self.run(x, x.sigmoid())))
+
+
+class Fading(Deep):
+    """Blocks whose rate of dropout increases from 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, block in enumerate(self.blocks):
+            setattr(block.get_submodule("drop"), "p", number / 20)  # noqa: B010
+
+
 class Indexing(Deep):
     """Asks for each of its blocks by number."""
 
@@ -173,6 +190,20 @@ def test_the_trace_of_a_few_blocks_is_that_of_all(way: str, device: Device) -> N
     assert one.runs.found == [NAMES]
 
 
+@pytest.mark.parametrize("way", ["nothing", "all", "some"])
+@pytest.mark.parametrize(("model", "names"), [(Crossing, NAMES), (Fading, NAMES[1:])])
+def test_a_run_may_end_unlike_its_middle(
+    way: str, model: type[Deep], names: tuple[str, ...]
+) -> None:
+    one = counted(model, ABSENT)
+    assert one.runs.found == [names]
+    choice = Choice(micro_batch=8, evaluation_batch=8, recompute=WAYS[way])
+    assert told(trace_step(one, choice, ABSENT)) == told(
+        trace_step(without_repeats(one), choice, ABSENT)
+    )
+    assert one.runs.found == [names]
+
+
 @pytest.mark.parametrize("device", [CPU, ABSENT], ids=["cpu", "absent"])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "foreach"])
 def test_gradients_in_buckets_are_updated_as_those_of_all_blocks(
@@ -211,11 +242,15 @@ def test_casts_and_copies_of_weights_are_those_of_all_blocks(precision: Any) -> 
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["one rank", "buckets"])
-@pytest.mark.parametrize("device", [CPU, ABSENT], ids=["cpu", "absent"])
+@pytest.mark.parametrize(
+    ("model", "device"),
+    [(Deep, CPU), (Deep, ABSENT), (Crossing, ABSENT)],
+    ids=["cpu", "absent", "crossing"],
+)
 def test_the_work_of_a_few_blocks_is_that_of_all(
-    device: Device, flat: bool, monkeypatch: pytest.MonkeyPatch
+    model: type[Deep], device: Device, flat: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = replace(subject(Deep), flat=flat)
+    one = replace(subject(model), flat=flat)
     choice = Choice(micro_batch=8, evaluation_batch=8)
 
     def works(of: Subject) -> list[Work]:
@@ -269,7 +304,7 @@ def test_the_first_block_may_have_an_input_without_gradient() -> None:
     assert told(trace_step(one, choice, ABSENT)) == told(
         trace_step(without_repeats(one), choice, ABSENT)
     )
-    assert one.runs.found == [names[1:-1]]
+    assert one.runs.found == [names]
 
 
 @pytest.mark.parametrize("model", [Collecting, Skipping, Alternating, Indexing])
