@@ -223,12 +223,12 @@ class Counting:
             try:
                 found = self._counted(micro_batch, repeats)
             except Exception:  # whatever the user's code raises without some of its blocks
-                self._set_up()
+                pass
             else:
                 if self._subject.runs.found:
                     return found
-                if not self._stage.reusable:
-                    self._set_up()
+            # Anew: a first pass may change each block that it runs, e.g. register a hook in it.
+            self._set_up()
         return self._counted(micro_batch, [])
 
     def _counted(self, micro_batch: int, repeats: Sequence[Repeat]) -> Work:

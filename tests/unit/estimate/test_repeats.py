@@ -116,6 +116,32 @@ class Fading(Deep):
             setattr(block.get_submodule("drop"), "p", number / 20)  # noqa: B010
 
 
+class Hooking(Deep):
+    """Its first pass registers a hook in each block, which keeps what the block returns."""
+
+    def run(self, x: Tensor, scale: Tensor) -> Tensor:
+        """Run the blocks."""
+        found: list[Tensor] = []
+        hooks = getattr(self, "hooks", None)
+        if hooks is None:
+            hooks = self.hooks = [_Keeps() for _ in self.blocks]
+            for block, hook in zip(self.blocks, hooks, strict=True):
+                block.register_forward_hook(hook)
+        for hook in hooks:
+            hook.found = found
+        x = super().run(x, scale)
+        for hook in hooks:
+            hook.found = []
+        return torch.stack([x, *found]).mean(dim=0)
+
+
+class _Keeps:
+    found: list[Tensor]
+
+    def __call__(self, _module: nn.Module, _args: Any, result: Tensor) -> None:
+        self.found.append(result)
+
+
 class Indexing(Deep):
     """Asks for each of its blocks by number."""
 
@@ -307,7 +333,7 @@ def test_the_first_block_may_have_an_input_without_gradient() -> None:
     assert one.runs.found == [names]
 
 
-@pytest.mark.parametrize("model", [Collecting, Skipping, Alternating, Indexing])
+@pytest.mark.parametrize("model", [Collecting, Skipping, Alternating, Indexing, Hooking])
 def test_blocks_that_depend_on_their_number_all_run(model: type[Deep]) -> None:
     one = counted(model, ABSENT)
     assert one.runs.found == []
