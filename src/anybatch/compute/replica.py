@@ -539,6 +539,8 @@ class Replica:
     @property
     def _is_small(self) -> bool:
         """Whether casting the parameters in each operation is affordable, and makes them finer."""
+        if self._chunked is not None:  # the logits would be computed at once
+            return False
         params = list(self.model.parameters())
         if any(is_dtensor(param) for param in params):
             return False

@@ -118,7 +118,9 @@ class Staging:
                 # Samples of two micro-batches may differ (those with labels come first).
                 known = False
                 for most, cut in ((few, few // 3), (2 * fits - 1, fits)):
-                    is_done = self._replica.has_warned or source.has_collate
+                    is_done = (
+                        self._replica.has_warned or self._replica.is_joint or source.has_collate
+                    )
                     if known and (is_done or not few < most <= 2 * LOOKED_AT):
                         break
                     take, size = source.first_samples(most, micro.batch)
