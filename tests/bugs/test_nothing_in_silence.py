@@ -426,14 +426,6 @@ ROWS = {
     "a weak look across the batch": Row(
         mean, ADD, build=lambda: Around(before=lambda model, x: x + 1e-3 * x.mean(0))
     ),
-    "a weak look across the batch, in float32": Row(
-        lambda model, batch: (
-            mean(model, (batch[0].float(), batch[1]))
-            + 1e-3 * model(batch[0].float()).mean(0).square().sum()
-        ),
-        ADD,
-        build=lambda: build().float(),
-    ),
     "a hinge that few pairs of samples exceed": Row(
         lambda model, batch: F.relu(
             1 - (z := 3 * model(batch[0].float())[:, 0])[:, None] + z

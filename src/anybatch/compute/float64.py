@@ -37,12 +37,8 @@ _ADDS = frozenset(
 
 class InDoubles(TorchFunctionMode):
     """Function mode that replaces narrower floating-point dtypes by float64. Tensors that are combined
-    with a float64 tensor, or summed, are cast to float64 first; with `always`, all arguments are. A
-    tensor that is written in place keeps its dtype, and the values written are cast to that dtype."""
-
-    def __init__(self, always: bool = False) -> None:
-        super().__init__()
-        self._always = always
+    with a float64 tensor, or summed, are cast to float64 first. A tensor that is written in place keeps
+    its dtype, and the values written are cast to that dtype."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -57,7 +53,7 @@ class InDoubles(TorchFunctionMode):
             to = args[0].dtype if args[0].is_floating_point() else None
             rest = tree_map(lambda value: _cast(value, to), (args[1:], options))
             return func(args[0], *rest[0], **rest[1])
-        wide = self._always or name in _ADDS  # in low precision a sum depends on where it is split
+        wide = name in _ADDS  # in low precision a sum depends on where it is split
         wide = wide or any(
             _is_float(value, (torch.float64,)) for value in tree_leaves((args, options))
         )

@@ -30,7 +30,6 @@ from anybatch.compute import chunked_loss, kernel_choices, recompute
 from anybatch.compute.buckets import Buckets, check_dense, norm_of
 from anybatch.compute.dtensor import is_dtensor, local_part
 from anybatch.compute.embedding_ids import naming_ids
-from anybatch.compute.float64 import InDoubles
 from anybatch.compute.ghost_norm import GhostBatches, batch_norms
 from anybatch.compute.joint import Ask, Comparison, Joint, detached, naming_divided, tensors_in
 from anybatch.compute.loss import (
@@ -64,20 +63,12 @@ from anybatch.compute.synchronised_norm import Exchange
 from anybatch.data.batch_copies import copied
 from anybatch.data.batch_slices import map_leaves, samples_left
 from anybatch.data.generators import seed_by
-from anybatch.errors import LossError
 from anybatch.plans import Choice, KernelChoices
 from anybatch.side_effects import untouched, used_by
 from anybatch.task import JointLoss, Loss, LossFunction, parameters_in
 
 _FEW = 4
 """Maximum number of samples used to check the gradient of the loss."""
-
-_SMALL = 2**22
-"""Maximum number of parameters of a model whose loss is also checked in float64."""
-
-_CLOSE_IN_DOUBLES = 2e-6
-"""Relative tolerance in float64 for a model in a lower precision: constants that avoid a division by
-zero make a mean inexact by less."""
 
 _autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 _num_recorded: Callable[[], int] = _autograd._get_sequence_nr
@@ -479,9 +470,6 @@ class Replica:
         and random generators. With gradients, which are compared if `with_gradient`, at most `fits`
         samples are passed at once (at least two if the loss is not additive).
 
-        Rounding in float32 hides a weak dependence on other samples, so the loss of a small model is
-        compared in float64, too.
-
         Warns, or raises `LossError`, as `check_adds_up` does.
         """
         own = self.loss_as_given
@@ -523,29 +511,11 @@ class Replica:
                 self._has_warned |= bool(warned)
                 return warned is not None
             warned = check_adds_up(own, evaluate, explained, take, num_samples, cut, close)
-            if warned is False and self._is_small:
-                # Errors need more evidence than a difference that float32 does not show.
-                with suppress(LossError), InDoubles(always=True):
-                    closer = _CLOSE_IN_DOUBLES
-                    warned = bool(
-                        check_adds_up(own, evaluate, explained, take, num_samples, cut, closer)
-                    )
             self._is_loss_known |= bool(warned)
             self._has_warned |= bool(warned)
             if warned is False and with_gradient:
                 self._has_warned |= self._check_gradient(take, min(num_samples, fits, _FEW), close)
             return warned is not None
-
-    @property
-    def _is_small(self) -> bool:
-        """Whether casting the parameters in each operation is affordable, and makes them finer."""
-        if self._chunked is not None:  # the logits would be computed at once
-            return False
-        params = list(self.model.parameters())
-        if any(is_dtensor(param) for param in params):
-            return False
-        is_finer = any(p.dtype in (torch.float32, torch.float16, torch.bfloat16) for p in params)
-        return is_finer and sum(param.numel() for param in params) <= _SMALL
 
     @torch.no_grad()
     def _check_joint(

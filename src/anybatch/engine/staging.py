@@ -116,11 +116,10 @@ class Staging:
                 fits = micro.num_samples
                 few = min(LOOKED_AT, max(3, fits))
                 # Samples of two micro-batches may differ (those with labels come first).
+                crosses = is_first and not (self._replica.is_joint or source.has_collate)
                 known = False
                 for most, cut in ((few, few // 3), (2 * fits - 1, fits)):
-                    is_done = (
-                        self._replica.has_warned or self._replica.is_joint or source.has_collate
-                    )
+                    is_done = self._replica.has_warned or not crosses
                     if known and (is_done or not few < most <= 2 * LOOKED_AT):
                         break
                     take, size = source.first_samples(most, micro.batch)
