@@ -129,7 +129,7 @@ def count_answers(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         row = int(differ.nonzero()[0][0])
         raise InputError(
             f"start_positions has {start[row].item()} and end_positions {end[row].item()} at [{row}] of"
-            f" a micro-batch of {length} tokens: only one of them is beyond the text and ignored, so"
+            f" a micro-batch of length {length}: only one of them is beyond the text and ignored, so"
             f" start and end are means over different samples. Set both to {length} or more where an"
             " answer is cut off, or both to 0."
         )

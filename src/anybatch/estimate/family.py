@@ -65,11 +65,6 @@ class Family:
         self._traced: dict[int, Traced] = {}
         self._basis: tuple[int, int] | None = None
 
-    @property
-    def num_traces(self) -> int:
-        """Number of real traces."""
-        return len(self._traced)
-
     def at(self, num_samples: int) -> Traced:
         """Return the trace for `num_samples` samples. Raises whatever tracing raises."""
         known = self._traced.get(num_samples)

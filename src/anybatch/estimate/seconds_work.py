@@ -163,14 +163,6 @@ class Work:
     scores_part: float
 
 
-def work_of(subject: Subject, choice: Choice, device: Device) -> Work:
-    """Trace one micro-batch of `choice` without recompute, and the update after it.
-
-    Raises whatever the model or loss raises on fake tensors.
-    """
-    return Counting(subject, choice, device).at(choice.micro_batch)
-
-
 class Counting:
     """Counts the work of `subject` on `device` in the precision of `choice`, at several
     micro-batches, on a stage that later traces of memory use too.

@@ -184,7 +184,8 @@ class Step:
         memory: budget of each rank, in the format of `train`; enforced in every call, and on CUDA also
             between calls, until `close`. None: plan for the free memory. With several steps at once,
             the strictest budget applies to the memory of all of them.
-        precision: see `plans.Precision`.
+        precision: see `plans.Precision`. With half-precision weights, `model` has them until `close`,
+            so a float32 `state_dict` is taken after it.
         micro_batch: maximum number of samples per forward pass; None: chosen automatically.
         recompute: what to recompute: `"none"`, `"all"`, `"nested"`, module names separated by commas,
             or a `Recompute`; None: chosen automatically.

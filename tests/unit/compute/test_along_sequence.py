@@ -14,8 +14,7 @@ from torch.utils.data import TensorDataset
 import anybatch as ab
 from anybatch.compute.along_sequence import find_mlps
 from anybatch.compute.recompute import install
-from anybatch.estimate import subject_of
-from anybatch.estimate.seconds_work import work_of
+from anybatch.estimate import seconds_work, subject_of
 from anybatch.plans import Choice, Recompute
 
 WIDTH = 8
@@ -234,7 +233,7 @@ def test_a_pass_tells_which_modules_compute_positions_by_themselves(
 ):
     choice = Choice(micro_batch=1, evaluation_batch=1)
     device = ab.Machine.describe("24GiB").device
-    found = work_of(subject_of(task_of(make)), choice, device)
+    found = seconds_work.Counting(subject_of(task_of(make)), choice, device).at(1)
     assert found.tileable == (("layers.0.mlp", "layers.1.mlp") if is_tileable else ())
     assert (found.tiled_part > 0) == is_tileable
 

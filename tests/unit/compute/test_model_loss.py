@@ -215,7 +215,7 @@ def test_answers_beyond_the_text_count_nothing():
 
 def test_an_answer_of_which_only_the_end_is_beyond_the_text_is_refused():
     said = (
-        r"start_positions has 3 and end_positions 8 at \[2\] of a micro-batch of 6 tokens: only one"
+        r"start_positions has 3 and end_positions 8 at \[2\] of a micro-batch of length 6: only one"
     )
     with pytest.raises(ab.InputError, match=said):
         ab.model_loss(Answers(), questions([1, 6, 3, 0], [2, 9, 8, 0]))

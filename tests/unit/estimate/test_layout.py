@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import anybatch as ab
 from anybatch.estimate import convolutions_of, footprint, subject_of
 from anybatch.estimate.layout import layout_on
-from anybatch.estimate.seconds_work import work_of
+from anybatch.estimate.seconds_work import Counting
 from anybatch.machine import Device, Machine
 from anybatch.plans import Choice, KernelChoices
 
@@ -65,9 +65,12 @@ def test_images_that_the_device_lays_out_anew_are_saved_beside_the_batch(
 
 
 def test_the_copy_takes_time():
-    names = [o.name for o in work_of(subject_of(task()), CHOICE, ABSENT).operations]
-    assert names.count("clone") == 1
-    assert "clone" not in [o.name for o in work_of(subject_of(task()), CHOICE, CPU).operations]
+    def names(device: Device) -> list[str]:
+        work = Counting(subject_of(task()), CHOICE, device).at(CHOICE.micro_batch)
+        return [operation.name for operation in work.operations]
+
+    assert names(ABSENT).count("clone") == 1
+    assert "clone" not in names(CPU)
 
 
 def flat() -> nn.Module:

@@ -16,7 +16,7 @@ import anybatch as ab
 from anybatch.estimate import subject_of
 from anybatch.estimate.calibration import Speeds, nominal
 from anybatch.estimate.seconds import Pace, tabulated_link
-from anybatch.estimate.seconds_work import Operation, Work, work_of
+from anybatch.estimate.seconds_work import Counting, Operation, Work
 from anybatch.machine import Machine
 from anybatch.plans import Choice, Recompute
 
@@ -36,7 +36,7 @@ def even(**changes: Any) -> Speeds:
 
 def work(task: ab.Task, micro_batch: int) -> Work:
     choice = Choice(micro_batch=micro_batch, evaluation_batch=1)
-    return work_of(subject_of(task), choice, CPU)
+    return Counting(subject_of(task), choice, CPU).at(micro_batch)
 
 
 def pace(task: ab.Task, speeds: Speeds | None = None) -> Pace:
@@ -68,7 +68,7 @@ def test_attention_on_a_device_that_is_not_here_is_counted_as_one_kernel_with_dr
             steps=1,
         )
         choice = Choice(micro_batch=8, evaluation_batch=1)
-        found = work_of(subject_of(task), choice, Machine.describe("24GiB").device)
+        found = Counting(subject_of(task), choice, Machine.describe("24GiB").device).at(8)
         return [operation.name for operation in found.operations]
 
     assert names(0.1) == names(0.0)

@@ -18,7 +18,7 @@ import anybatch as ab
 from anybatch.estimate import Subject, subject_of
 from anybatch.estimate.fake_op_cache import CachedOps, FakeOpCache, fake_mode
 from anybatch.estimate.family import Traced
-from anybatch.estimate.seconds_work import Counting, work_of
+from anybatch.estimate.seconds_work import Counting
 from anybatch.estimate.stage import Stage, trace_evaluation, trace_step
 from anybatch.machine import Device, Machine
 from anybatch.plans import Choice, Recompute
@@ -216,7 +216,7 @@ def test_work_is_the_same_at_the_second_micro_batch():
     one = subject(deep)
     counting = Counting(one, choice(8, Recompute()), CPU)
     for size in (8, 16):
-        assert counting.at(size) == work_of(anew(one), choice(size, Recompute()), CPU)
+        assert counting.at(size) == Counting(anew(one), choice(size, Recompute()), CPU).at(size)
 
 
 # ------------------------------------------------------------------------------------------- op cache
