@@ -165,7 +165,7 @@ def check_adds_up(
         if not parts.adds_up:
             twice = None
             if (double := _repeated(some, count)) is not None:
-                with suppress(_NotForFew):  # so many samples may not fit into memory
+                with suppress(_NotForFew):  # twice the samples may not fit in memory
                     twice = sums(double, 2 * count)
         if fault := parts.fault(twice):
             raise LossError(fault)

@@ -37,7 +37,7 @@ class BatchCopies:
         self._last = len(self._kept), len(self._contents)
         if self.writes is not False:
             self._contents += _contents(batch)
-            leaves = map(_without_repeats, _leaves(batch))
+            leaves = map(_once, _leaves(batch))
             self._kept += [(leaf, _copied(leaf), _version(leaf)) for leaf in leaves]
 
     def passed(self) -> None:
@@ -117,13 +117,17 @@ def _leaves(batch: Any) -> list[Any]:
     return [batch] if is_plain else []
 
 
-def _without_repeats(leaf: Any) -> Any:
-    """Returns a view of `leaf` that has each element of an expanded tensor once: `Tensor.copy_` raises
-    an error for the whole."""
-    if isinstance(leaf, Tensor):
-        for dim, stride in enumerate(leaf.stride()):
-            leaf = leaf if stride else leaf.narrow(dim, 0, min(1, leaf.size(dim)))
-    return leaf
+def _once(leaf: Any) -> Any:
+    return without_repeats(leaf, leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def without_repeats(values: Tensor, like: Tensor) -> Tensor:
+    """Returns a view of `values` with each memory location of `like` (expanded, say) once:
+    `Tensor.copy_` raises an error for tensors that have one several times."""
+    for dim, stride in enumerate(like.stride()):
+        if stride == 0 and like.size(dim) > 1:
+            values = values.narrow(dim, 0, 1)
+    return values
 
 
 def _copied(leaf: Any) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from anybatch.compute.module_state import ModuleState
 from anybatch.compute.parameter_writes import ParameterWrites
+from anybatch.data.batch_copies import without_repeats
 from anybatch.side_effects import generators_in
 
 
@@ -97,13 +98,5 @@ class SavedBuffers:
             else:
                 buffer, copy = saved
                 # Through .data: a graph that is about to be dropped may have saved this version.
-                _once(buffer.data, buffer).copy_(_once(copy, buffer))
+                without_repeats(buffer.data, buffer).copy_(without_repeats(copy, buffer))
                 module._buffers[name] = buffer
-
-
-def _once(values: Tensor, like: Tensor) -> Tensor:
-    """Returns a view of `values` with each memory location of `like` (expanded, say) once."""
-    for dim, stride in enumerate(like.stride()):
-        if stride == 0 and like.size(dim) > 1:
-            values = values.narrow(dim, 0, 1)
-    return values

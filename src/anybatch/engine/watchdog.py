@@ -375,9 +375,7 @@ class Watchdog:
         self._heard: dict[int, tuple[str, float]] = {}
         self._answered = 0.0
         self._known_for = 0.0
-        self._reported: _Standstill | None = (
-            None  # the current standstill, once it has been reported
-        )
+        self._reported: _Standstill | None = None  # the current standstill, once reported
         self._stalled: list[_Standstill] = []
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="anybatch-watchdog", daemon=True)

@@ -43,9 +43,7 @@ class StepPlans:
         limited: whether the user gave the budget.
 
     Attributes:
-        own: plan made from this rank's samples; None: it has had none.
-        everyone: the plan of each rank.
-        planned_for: number of samples of this rank that `own` is for.
+        planned_for: number of samples of this rank that its plan is for.
         largest: size of the largest batch of this rank so far.
         is_outgrown: whether a batch was larger than the plan of some rank is for.
         written: names of the buffers that traced passes wrote to.
@@ -83,8 +81,8 @@ class StepPlans:
 
     def forget(self) -> None:
         """Plan anew for the next batch."""
-        self.own: Plan | None = None
-        self.everyone: Sequence[Plan | None] = ()
+        self._own: Plan | None = None  # made from this rank's samples
+        self._everyone: Sequence[Plan | None] = ()  # by rank
         self.planned_for: int = 0
         self.is_outgrown: bool = False
 
@@ -97,12 +95,12 @@ class StepPlans:
         def first() -> Plan | None:
             size = 0 if batch is None else self._cutting.count(batch)
             if size:
-                self.own, self.planned_for = self._untraced(batch, size), size
-            return self.own
+                self._own, self.planned_for = self._untraced(batch, size), size
+            return self._own
 
         with uncounted():  # planning does not count against the budget of another Step
             found = together(group, first)
-        self.everyone = group.exchange(found)
+        self._everyone = group.exchange(found)
         return self._agreed()
 
     def run_on(self, engine: Transactions, replica: Replica, meter: Meter) -> None:
@@ -155,34 +153,34 @@ class StepPlans:
         )
 
         def fits_whole() -> bool:
-            if self.own is None:  # this rank has no samples
+            if self._own is None:  # this rank has no samples
                 return fits
             if not fits or known is not None:
                 return False
-            found = trials.whole(self.own)
-            self.own = found or self.own
+            found = trials.whole(self._own)
+            self._own = found or self._own
             return found is not None
 
         def follow(own: Plan | None, reason: str) -> None:
-            self.own, self.everyone = own, group.exchange(own)
+            self._own, self._everyone = own, group.exchange(own)
             plan, total = self._agreed()
             self._engine.follow(plan, step_number(index), reason, tells)
             self._replica.expect(total)
 
         if all(group.exchange(together(group, fits_whole))):
-            follow(self.own, f"{what} fits in one piece")
+            follow(self._own, f"{what} fits in one piece")
             return
         if self._norms.is_whole:
             self._cut_norms(trials)
 
         def planned() -> Plan | None:
-            if self.own is None:
+            if self._own is None:
                 return None
             with uncounted(), self._meter.aside():  # planning does not count as training
-                return self.planned(batch, size)
+                return self._planned(batch, size)
 
         def rehearsed(is_fixed: bool = False) -> Plan | None:
-            return None if self.own is None else trials.rehearsed(self.own, is_fixed)
+            return None if self._own is None else trials.rehearsed(self._own, is_fixed)
 
         reason = f"{what} does not fit in one piece"
         follow(known or together(group, planned), reason)
@@ -203,12 +201,12 @@ class StepPlans:
         def planned() -> Plan | None:
             return None if is_empty else self._untraced(batch, self.planned_for)
 
-        self.own = together(self._group, planned)
+        self._own = together(self._group, planned)
         self.confirm(batch, index, fits=False)
 
     def _cut_norms(self, trials: Trials) -> None:
         """Choose the ghost batch of BatchNorm for a batch that does not fit in one piece."""
-        group, own, norms = self._group, self.own, self._norms
+        group, own, norms = self._group, self._own, self._norms
         whole = max(group.exchange(0 if own is None else self.planned_for))
         found = together(group, lambda: whole if own is None else trials.largest_ghost(own, whole))
         norms.ghost = min(group.exchange(found))
@@ -222,7 +220,7 @@ class StepPlans:
 
     def _agreed(self) -> tuple[Plan, int]:
         """See `_agreed_plan`. If norms are synchronised, they are also when blocks are recomputed."""
-        return _agreed_plan(self._group, self.everyone, alike=self._norms.is_synchronised)
+        return _agreed_plan(self._group, self._everyone, alike=self._norms.is_synchronised)
 
     def _remembered(self, batch: Any, size: int) -> Remembered | None:
         """The storage of a plan for `size` samples like those in `batch`, which do not fit in one piece
@@ -240,13 +238,13 @@ class StepPlans:
         trace is made only if needed: to find the layer whose logits a chunked loss omits, or for the
         passes of a loss over all samples."""
         if self._wishes.chunked_loss or self._is_joint:
-            return self.planned(batch, num_samples)
+            return self._planned(batch, num_samples)
         size = min(self._wishes.micro_batch or num_samples, num_samples)
         subject = self._subject(batch, num_samples)
         with Borrowed():
             return untraced_plan(subject, self._where, self._wishes, size, limited=self._limited)
 
-    def planned(self, batch: Any, num_samples: int) -> Plan:
+    def _planned(self, batch: Any, num_samples: int) -> Plan:
         """A plan for `num_samples` samples like those in `batch`."""
         # A pass of norms that are synchronised is one ghost batch.
         most = self._norms.ghost if self._norms.is_synchronised else self._wishes.micro_batch
@@ -265,8 +263,8 @@ class StepPlans:
             self._plan_larger(batch, index)
             return
         plans = group.exchange(together(group, lambda: self._larger_plan(batch)))
-        if plans != self.everyone:  # else the ranks that should plan have no samples now
-            self.everyone = plans
+        if plans != self._everyone:  # else the ranks that should plan have no samples now
+            self._everyone = plans
             plan, total = self._agreed()
             reason = "a batch was larger than what was planned for"
             self._engine.follow(plan, step_number(index), reason)
@@ -275,12 +273,12 @@ class StepPlans:
     def _plan_larger(self, batch: Any, index: int) -> None:
         """On a single rank: follow a plan for a batch that is larger than all before. A batch that was
         cut gets more pieces of the same size; whether one piece still fits is tried again."""
-        own, size = self.own, self.largest
+        own, size = self._own, self.largest
         assert own is not None
         before, self.planned_for = own.task.global_batch, size
         wished = self._wishes.micro_batch
         if own.choice.micro_batch >= before and wished is None:
-            self.own = self._untraced(batch, size)
+            self._own = self._untraced(batch, size)
             self.confirm(batch, index)
         else:
             task = own.task.model_copy(update={"global_batch": size})
@@ -288,7 +286,7 @@ class StepPlans:
             if wished is not None:
                 choice = choice.model_copy(update={"micro_batch": min(wished, size)})
             plan = own.model_copy(update={"task": task, "choice": choice})
-            self.own, self.everyone = plan, (plan,)
+            self._own, self._everyone = plan, (plan,)
             reason = "a batch was larger than what was planned for"
             self._engine.follow(plan, step_number(index), reason)
         self._replica.expect(size)
@@ -298,17 +296,17 @@ class StepPlans:
         else the current plan."""
         is_old = self._replica.is_outdated or self._norms.have_changed  # planned by `_begin_anew`
         if batch is None or is_old or self.largest <= self.planned_for:
-            return self.own
+            return self._own
         # Plan for twice the size, so that gradually growing batches do not need a new plan each time.
         self.planned_for = max(self.largest, 2 * self.planned_for)
         try:
             with uncounted(), self._meter.aside():  # planning does not count as training
-                plan = self.planned(batch, self.planned_for)
+                plan = self._planned(batch, self.planned_for)
         except (NoPlanFits, InputError):  # the current plan has worked so far
-            return self.own
-        if self.own is None or self.own.prediction is None or plan.prediction is not None:
-            self.own = plan
-        return self.own
+            return self._own
+        if self._own is None or self._own.prediction is None or plan.prediction is not None:
+            self._own = plan
+        return self._own
 
     def _subject(self, batch: Any, num_samples: int) -> Subject:
         outline = self._outline
